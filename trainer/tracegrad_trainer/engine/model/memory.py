@@ -240,6 +240,9 @@ def meta_model(folder: Path | str, attention: str | None = None) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, **given
             )
+        # What a model draws by `torch.normal` (DiffLlama's lambdas) is on the host in spite of it,
+        # and would be left as it was drawn, on each rank otherwise.
+        model.to("meta")
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     return model

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, Qwen3Config
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from support.trainer import load_ranks
@@ -24,7 +24,7 @@ from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import hf_weights
 from tracegrad_trainer.engine.model.hf_weights import HfWeights
 from tracegrad_trainer.engine.model.memory import check_fits_memory, loading_bytes, meta_model
-from tracegrad_trainer.engine.model.sharded_load import empty_model
+from tracegrad_trainer.engine.model.sharded_load import empty_model, load_shards
 
 NAMES = ["qwen3", *(name for name in CONFIGS if name != "qwen3")]
 # Of the plain load a rank held all of it, and the files' pages.
@@ -259,6 +259,38 @@ def test_a_part_of_what_a_rule_splits_or_joins_is_that_part_of_the_whole(
     for key, tensor in whole.items():
         part = (slice(5, 27), *(slice(0, size) for size in tensor.shape[1:]))
         assert torch.equal(weights.read(key, part), tensor[part]), key
+
+
+DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(DiffLlamaConfig, {}), (DeepseekV3Config, DEEPSEEK)], ids=["drawn", "buffers"]
+)
+def test_tensors_that_are_made_in_other_ways_are_those_of_the_files(
+    tmp_path: Path, kind: Any, own: dict[str, Any]
+) -> None:
+    """Parameters drawn on the host in spite of a meta device (DiffLlama), buffers that files hold
+    (the routers' biases of DeepSeek)."""
+    made: Any = AutoModelForCausalLM.from_config(kind(**tiny_sizes(61, **own)))
+    for tensor in made.state_dict().values():
+        tensor.normal_()
+    made.save_pretrained(tmp_path)
+    model = empty_model(tmp_path)
+    load_shards(model, HfWeights(tmp_path, model), torch.device("cpu"))
+    found = model.state_dict()
+    assert found.keys() == made.state_dict().keys()
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_tensors_that_are_no_part_of_the_model_are_counted(
