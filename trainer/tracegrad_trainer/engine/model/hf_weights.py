@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import re
 from collections import defaultdict
@@ -48,6 +49,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_AGAIN = "download it again"
 _log = logging.getLogger(__name__)
 
 
@@ -174,7 +176,7 @@ def readable_by_parts(folder: Path, config: Any) -> bool:
 def missing_tensors(missing: Sequence[str]) -> str:
     return (
         f"its files lack {len(missing)} of the tensors that its config.json asks for (the first:"
-        f" {missing[0]}): download it again, or correct its config.json"
+        f" {missing[0]}): {_AGAIN}, or correct its config.json"
     )
 
 
@@ -186,6 +188,10 @@ class _FileTensor:
     dtype: torch.dtype
     shape: list[int]
     begins: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, index: Index = ()) -> Tensor:
         rows, *others = self.shape or [1]
@@ -282,8 +288,17 @@ def _read_headers(folder: Path) -> dict[str, _FileTensor]:
     for path in weight_files(folder):
         with path.open("rb") as file:
             header = read_header(file)
-        for name, (dtype, shape, begins, _) in header.items():
+        size = path.stat().st_size
+        for name, (dtype, shape, begins, ends) in header.items():
             if dtype not in _DTYPES:
-                raise ValueError(f"{path} has a tensor of the type {dtype}: {name}")
-            found[name] = _FileTensor(path, _DTYPES[dtype], shape, begins)
+                raise ValueError(
+                    f"{path} has a tensor of the type {dtype}: {name}; convert it to bfloat16"
+                )
+            tensor = _FileTensor(path, _DTYPES[dtype], shape, begins)
+            # Here, before any rank reads: later the others would wait for the one that fails.
+            if ends > size:
+                raise ValueError(f"{path} ends early ({size} bytes, {name} up to {ends}): {_AGAIN}")
+            if ends - begins != tensor.nbytes:
+                raise ValueError(f"{path} holds {ends - begins} bytes of {name}: {_AGAIN}")
+            found[name] = tensor
     return found

@@ -191,21 +191,41 @@ def test_of_a_tensor_nothing_but_the_part_is_read(
     assert sum(counts) == found.nbytes
 
 
-def test_a_file_that_ends_early_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
+    """On all ranks: of a file that ends early not all would notice, and those wait for the rest."""
     other = changed(folder / "llama", tmp_path / "other", lambda files: None)
     file = other / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-64])
+    whole = file.read_bytes()
     weights = HfWeights(other, empty_model(other))
+    file.write_bytes(whole[:-64])
+    with pytest.raises(ValueError, match=r"loaded: .*model\.safetensors ends early .* again"):
+        HfWeights(other, empty_model(other))
 
-    def read_all() -> None:
+    def read_all() -> None:  # it was whole when it was looked at
         for name, tensor in meta_model(other).named_parameters():
             weights.read(name, tuple(slice(0, size) for size in tensor.shape))
 
     with pytest.raises(ValueError, match=r"cannot be read: .*model\.safetensors ends early"):
         read_all()
+    norm = b'"shape":[32],"data_offsets":['
+    file.write_bytes(whole.replace(norm, norm.replace(b"32", b"16")))
+    with pytest.raises(ValueError, match=r"model\.safetensors holds 128 bytes of .*norm\.weight"):
+        HfWeights(other, empty_model(other))
     file.write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"cannot be loaded: .*is no safetensors file"):
         HfWeights(other, empty_model(other))
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "{}", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}']
+)
+def test_an_index_that_is_none_is_named(folder: Path, tmp_path: Path, index: str) -> None:
+    other = changed(folder / "llama", tmp_path / "other", lambda files: None)
+    (other / "model.safetensors").unlink()
+    (other / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index\.json is no index of safetensors") as error:
+        HfWeights(other, empty_model(other))
+    assert str(error.value).startswith(f"model = '{other}'")
 
 
 @pytest.mark.parametrize("both", [False, True])
