@@ -168,9 +168,20 @@ class HfWeights:
 
 def readable_by_parts(folder: Path, config: Any) -> bool:
     """Whether a model's weights are safetensors in the precisions that torch computes in."""
-    names = ("model.safetensors", "model.safetensors.index.json")
-    plain = not getattr(config, "quantization_config", None)
-    return plain and any((folder / name).is_file() for name in names)
+    return not getattr(config, "quantization_config", None) and _holds(folder, "model.safetensors")
+
+
+def loaded_whole(folder: Path, config: Any) -> bool:
+    """Whether every rank loads the whole model first. A folder without weights (a config alone,
+    for estimates) is taken for one that has safetensors."""
+    other = _holds(folder, "pytorch_model.bin") or next(folder.glob("*.safetensors"), None)
+    quantized = getattr(config, "quantization_config", None)
+    return bool(quantized or other) and not readable_by_parts(folder, config)
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """As one file, or in many with an index."""
+    return any((folder / one).is_file() for one in (name, f"{name}.index.json"))
 
 
 def missing_tensors(missing: Sequence[str]) -> str:
