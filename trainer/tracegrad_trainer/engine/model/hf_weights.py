@@ -103,7 +103,14 @@ class HfWeights:
                 name, pattern = rename_source_key(key, [], [], prefix, self._expected)
             if name not in self._expected:
                 unknown.append(key)
-            elif pattern is None:
+                continue
+            held, asked = sources[key].dtype, self._expected[name].dtype
+            if asked.is_floating_point and not held.is_floating_point:
+                raise ValueError(
+                    f"{key} is {held}, as of quantized models, but config.json has no"
+                    " quantization_config: convert the files to bfloat16"
+                )
+            if pattern is None:
                 self._parts[name] = sources[key]
             else:
                 rule = by_pattern[pattern]

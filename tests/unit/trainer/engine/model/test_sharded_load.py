@@ -148,8 +148,14 @@ EMBEDDED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
             {"tie_word_embeddings": True},
             r"ties .*lm_head\.weight.* hold both with different values: set tie_word_embeddings",
         ),
+        (
+            "llama",
+            lambda files: files.update({HEAD: files[HEAD].to(torch.int8)}),
+            {},
+            r"cannot be loaded: lm_head\.weight is torch\.int8, .* no quantization_config",
+        ),
     ],
-    ids=["missing", "shape", "expert", "tied"],
+    ids=["missing", "shape", "expert", "tied", "quantized"],
 )
 def test_files_of_another_model_are_refused_before_they_are_read(
     folder: Path, tmp_path: Path, name: str, change: Any, config: dict[str, Any], message: str
