@@ -278,11 +278,14 @@ class _Converted:
 
     @property
     def shape(self) -> list[int] | None:
-        """Known before it is read: the number of experts."""
+        """Known before it is read: the number of experts; of gates or ups, where they differ, the
+        wrong one."""
         if not self.group.by_expert:
             return None
-        [rows] = {len(slices) for slices in self.group.sources.values()} or {0}
-        return [rows, *self.expected[1:]]
+        sources, experts = self.group.sources, self.expected[0]
+        counts = [len(sources.get(one, ())) for one in self.group.rule.source_patterns]
+        wrong = [count for count in counts if count != experts]
+        return [*(wrong or [experts])[:1], *self.expected[1:]]
 
     def read(self, index: Index) -> Tensor:
         if not self.group.by_expert:

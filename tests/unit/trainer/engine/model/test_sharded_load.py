@@ -149,13 +149,27 @@ EMBEDDED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
             r"ties .*lm_head\.weight.* hold both with different values: set tie_word_embeddings",
         ),
         (
+            "qwen3_moe",
+            lambda files: files.pop("model.layers.1.mlp.experts.3.gate_proj.weight"),
+            {},
+            r"layers\.1\.mlp\.experts\.gate_up_proj has the shape \[5, 48, 32\] in its files and",
+        ),
+        (
+            "qwen3_moe",
+            lambda files: [
+                files.pop(f"model.layers.1.mlp.experts.{i}.up_proj.weight") for i in range(6)
+            ],
+            {},
+            r"layers\.1\.mlp\.experts\.gate_up_proj has the shape \[0, 48, 32\] in its files and",
+        ),
+        (
             "llama",
             lambda files: files.update({HEAD: files[HEAD].to(torch.int8)}),
             {},
             r"cannot be loaded: lm_head\.weight is torch\.int8, .* no quantization_config",
         ),
     ],
-    ids=["missing", "shape", "expert", "tied", "quantized"],
+    ids=["missing", "shape", "expert", "tied", "gate", "ups", "quantized"],
 )
 def test_files_of_another_model_are_refused_before_they_are_read(
     folder: Path, tmp_path: Path, name: str, change: Any, config: dict[str, Any], message: str
