@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tracegrad_trainer.engine.attention.masked import ScoreTransform, masked_attention
 from tracegrad_trainer.engine.attention.visibility import QueryBlock, TokenVisibility
@@ -76,7 +77,7 @@ class _Blocked(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.scores, ctx.visibility, ctx.blocks = scores, visibility, blocks
-        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
         for block in blocks:
             out[:, :, block.start : block.stop] = masked_attention(
                 query[:, :, block.start : block.stop],
@@ -88,6 +89,7 @@ class _Blocked(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable  # else gradients of gradients would be zero without a word
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         query, key, value, sinks = ctx.saved_tensors
         (of_out,) = gradients

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import re
 from collections import defaultdict
@@ -48,6 +49,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_AGAIN = "download it again"
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +103,14 @@ class HfWeights:
                 name, pattern = rename_source_key(key, [], [], prefix, self._expected)
             if name not in self._expected:
                 unknown.append(key)
-            elif pattern is None:
+                continue
+            held, asked = sources[key].dtype, self._expected[name].dtype
+            if asked.is_floating_point and not held.is_floating_point:
+                raise ValueError(
+                    f"{key} is {held}, as of quantized models, but config.json has no"
+                    " quantization_config: convert the files to bfloat16"
+                )
+            if pattern is None:
                 self._parts[name] = sources[key]
             else:
                 rule = by_pattern[pattern]
@@ -166,15 +175,26 @@ class HfWeights:
 
 def readable_by_parts(folder: Path, config: Any) -> bool:
     """Whether a model's weights are safetensors in the precisions that torch computes in."""
-    names = ("model.safetensors", "model.safetensors.index.json")
-    plain = not getattr(config, "quantization_config", None)
-    return plain and any((folder / name).is_file() for name in names)
+    return not getattr(config, "quantization_config", None) and _holds(folder, "model.safetensors")
+
+
+def loaded_whole(folder: Path, config: Any) -> bool:
+    """Whether every rank loads the whole model first. A folder without weights (a config alone,
+    for estimates) is taken for one that has safetensors."""
+    other = _holds(folder, "pytorch_model.bin") or next(folder.glob("*.safetensors"), None)
+    quantized = getattr(config, "quantization_config", None)
+    return bool(quantized or other) and not readable_by_parts(folder, config)
+
+
+def _holds(folder: Path, name: str) -> bool:
+    """As one file, or in many with an index."""
+    return any((folder / one).is_file() for one in (name, f"{name}.index.json"))
 
 
 def missing_tensors(missing: Sequence[str]) -> str:
     return (
         f"its files lack {len(missing)} of the tensors that its config.json asks for (the first:"
-        f" {missing[0]}): download it again, or correct its config.json"
+        f" {missing[0]}): {_AGAIN}, or correct its config.json"
     )
 
 
@@ -186,6 +206,10 @@ class _FileTensor:
     dtype: torch.dtype
     shape: list[int]
     begins: int  # bytes
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, index: Index = ()) -> Tensor:
         rows, *others = self.shape or [1]
@@ -254,11 +278,14 @@ class _Converted:
 
     @property
     def shape(self) -> list[int] | None:
-        """Known before it is read: the number of experts."""
+        """Known before it is read: the number of experts; of gates or ups, where they differ, the
+        wrong one."""
         if not self.group.by_expert:
             return None
-        [rows] = {len(slices) for slices in self.group.sources.values()} or {0}
-        return [rows, *self.expected[1:]]
+        sources, experts = self.group.sources, self.expected[0]
+        counts = [len(sources.get(one, ())) for one in self.group.rule.source_patterns]
+        wrong = [count for count in counts if count != experts]
+        return [*(wrong or [experts])[:1], *self.expected[1:]]
 
     def read(self, index: Index) -> Tensor:
         if not self.group.by_expert:
@@ -282,8 +309,17 @@ def _read_headers(folder: Path) -> dict[str, _FileTensor]:
     for path in weight_files(folder):
         with path.open("rb") as file:
             header = read_header(file)
-        for name, (dtype, shape, begins, _) in header.items():
+        size = path.stat().st_size
+        for name, (dtype, shape, begins, ends) in header.items():
             if dtype not in _DTYPES:
-                raise ValueError(f"{path} has a tensor of the type {dtype}: {name}")
-            found[name] = _FileTensor(path, _DTYPES[dtype], shape, begins)
+                raise ValueError(
+                    f"{path} has a tensor of the type {dtype}: {name}; convert it to bfloat16"
+                )
+            tensor = _FileTensor(path, _DTYPES[dtype], shape, begins)
+            # Here, before any rank reads: later the others would wait for the one that fails.
+            if ends > size:
+                raise ValueError(f"{path} ends early ({size} bytes, {name} up to {ends}): {_AGAIN}")
+            if ends - begins != tensor.nbytes:
+                raise ValueError(f"{path} holds {ends - begins} bytes of {name}: {_AGAIN}")
+            found[name] = tensor
     return found

@@ -32,7 +32,7 @@ from tracegrad_trainer.engine.model.hf_config import (
     score_transforms,
     transformer_blocks,
 )
-from tracegrad_trainer.engine.model.hf_weights import HfWeights, readable_by_parts
+from tracegrad_trainer.engine.model.hf_weights import HfWeights, loaded_whole, readable_by_parts
 
 _GIB = 1024**3
 _ASK = """
@@ -240,6 +240,9 @@ def meta_model(folder: Path | str, attention: str | None = None) -> nn.Module:
             model: nn.Module = AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, **given
             )
+        # What a model draws by `torch.normal` (DiffLlama's lambdas) is on the host in spite of it,
+        # and would be left as it was drawn, on each rank otherwise.
+        model.to("meta")
     except (OSError, ValueError, ImportError) as error:
         raise ValueError(f"model = {str(folder)!r} cannot be loaded: {error}") from error
     return model
@@ -284,9 +287,11 @@ def loading_bytes(model: nn.Module, ranks: int) -> int:
     """Of the host's memory, beyond its shards, that a rank needs at most while a model is loaded.
 
     One tensor's part, twice in float32: as it is read and as it is kept, or what a mixture's
-    experts are stacked of and what they are stacked into. Quantized models are loaded whole.
+    experts are stacked of and what they are stacked into. Quantized models, and those without
+    safetensors, are loaded whole.
     """
-    if getattr(model.config, "quantization_config", None):
+    config: Any = model.config
+    if loaded_whole(Path(config.name_or_path), config):
         return 4 * sum(p.numel() for p in model.parameters())
     return 2 * 4 * max(p.numel() for p in model.parameters()) // ranks
 

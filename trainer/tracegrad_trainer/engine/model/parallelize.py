@@ -117,7 +117,8 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
+        # In some models (BLOOM) it is a module, of those above.
+        if isinstance(getattr(module, "attention_dropout", None), int | float):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, not a module
     memory.check_supported(model)
     if not any(parameter.is_meta for parameter in model.parameters()):

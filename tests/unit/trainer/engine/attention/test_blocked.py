@@ -117,6 +117,29 @@ def test_gradients_of_keys_add_up_in_float32(monkeypatch: pytest.MonkeyPatch) ->
         assert (one.float() - other).abs().max() < 0.02 * other.abs().max()
 
 
+def test_blocks_are_in_the_values_precision_as_one_block_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where queries and keys were normalized in float32."""
+    visibility, scores = TokenVisibility.of_rows([70]), ScoreTransform(softcap=2.0)
+    q, k, v = heads(70)
+    value = v.detach().bfloat16().requires_grad_()
+    whole = with_gradients(blocked_attention(q, k, value, scores, visibility), [q, k, value])
+    monkeypatch.setattr(blocked, "_SCORES", 1)
+    found = with_gradients(blocked_attention(q, k, value, scores, visibility), [q, k, value])
+    assert [x.dtype for x in found] == [x.dtype for x in whole]
+    assert found[0].dtype == torch.bfloat16
+
+
+def test_gradients_of_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocked, "_SCORES", 1)
+    given = heads(70)
+    out = blocked_attention(*given, ScoreTransform(), TokenVisibility.of_rows([70]))
+    [first] = torch.autograd.grad(out.square().sum(), given[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -227,6 +228,19 @@ def test_a_reference_is_a_second_model_s_weights(large: Path) -> None:
         large, CPU, ranks=2, local_ranks=2, tokens=1, free=2**60, reference=True
     )
     assert beside.state - plain.state == 4 * plain.parameters // 2
+
+
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_what_has_no_safetensors_is_held_whole_by_every_rank(
+    large: Path, tmp_path: Path, file: str
+) -> None:
+    shutil.copytree(large, other := tmp_path / "other")
+    by_parts = memory.loading_bytes(memory.meta_model(other), 8)
+    (other / file).touch()
+    found = asked(other, ranks=8, local_ranks=8, free=2**60)
+    assert found.loading == 4 * found.parameters > 8 * by_parts
+    (other / "model.safetensors.index.json").touch()  # those are read where both are there
+    assert memory.loading_bytes(memory.meta_model(other), 8) == by_parts
 
 
 def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) -> None:

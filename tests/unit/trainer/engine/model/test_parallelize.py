@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from support.trainer.forward_checks import agree
 from support.trainer.row_samples import rows
@@ -26,7 +27,7 @@ from tracegrad_trainer.engine.distributed import (
     init_process_group,
 )
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
-from tracegrad_trainer.engine.model.parallelize import build_sharded, shard
+from tracegrad_trainer.engine.model.parallelize import build_sharded, prepare_model, shard
 
 MADE = rows(5)
 BATCH = micro_batch(MADE, range(len(MADE)))
@@ -124,3 +125,15 @@ def test_what_was_loaded_by_parts_leaves_under_the_names_it_came_by(
 
 def test_ranks_compute_where_their_mesh_is(mesh: DeviceMesh) -> None:
     assert compute_device(mesh) == torch.device("cpu")
+
+
+def test_a_dropout_that_is_a_module_is_none() -> None:
+    """BLOOM's is one; the model cannot be trained for other reasons, which are what is said."""
+    config = BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4)
+    for name, why in (("tracegrad_packed", "set fsdp.attention"), ("eager", "see each other")):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        with pytest.raises(ValueError, match=why):
+            prepare_model(model, FsdpSettings(device="cpu"))
+        dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
+        assert dropouts
+        assert not any(dropouts)

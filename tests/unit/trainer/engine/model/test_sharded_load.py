@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, Qwen3Config
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from support.trainer import load_ranks
@@ -24,7 +24,7 @@ from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import hf_weights
 from tracegrad_trainer.engine.model.hf_weights import HfWeights
 from tracegrad_trainer.engine.model.memory import check_fits_memory, loading_bytes, meta_model
-from tracegrad_trainer.engine.model.sharded_load import empty_model
+from tracegrad_trainer.engine.model.sharded_load import empty_model, load_shards
 
 NAMES = ["qwen3", *(name for name in CONFIGS if name != "qwen3")]
 # Of the plain load a rank held all of it, and the files' pages.
@@ -148,8 +148,28 @@ EMBEDDED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
             {"tie_word_embeddings": True},
             r"ties .*lm_head\.weight.* hold both with different values: set tie_word_embeddings",
         ),
+        (
+            "qwen3_moe",
+            lambda files: files.pop("model.layers.1.mlp.experts.3.gate_proj.weight"),
+            {},
+            r"layers\.1\.mlp\.experts\.gate_up_proj has the shape \[5, 48, 32\] in its files and",
+        ),
+        (
+            "qwen3_moe",
+            lambda files: [
+                files.pop(f"model.layers.1.mlp.experts.{i}.up_proj.weight") for i in range(6)
+            ],
+            {},
+            r"layers\.1\.mlp\.experts\.gate_up_proj has the shape \[0, 48, 32\] in its files and",
+        ),
+        (
+            "llama",
+            lambda files: files.update({HEAD: files[HEAD].to(torch.int8)}),
+            {},
+            r"cannot be loaded: lm_head\.weight is torch\.int8, .* no quantization_config",
+        ),
     ],
-    ids=["missing", "shape", "expert", "tied"],
+    ids=["missing", "shape", "expert", "tied", "gate", "ups", "quantized"],
 )
 def test_files_of_another_model_are_refused_before_they_are_read(
     folder: Path, tmp_path: Path, name: str, change: Any, config: dict[str, Any], message: str
@@ -191,21 +211,41 @@ def test_of_a_tensor_nothing_but_the_part_is_read(
     assert sum(counts) == found.nbytes
 
 
-def test_a_file_that_ends_early_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
+    """On all ranks: of a file that ends early not all would notice, and those wait for the rest."""
     other = changed(folder / "llama", tmp_path / "other", lambda files: None)
     file = other / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-64])
+    whole = file.read_bytes()
     weights = HfWeights(other, empty_model(other))
+    file.write_bytes(whole[:-64])
+    with pytest.raises(ValueError, match=r"loaded: .*model\.safetensors ends early .* again"):
+        HfWeights(other, empty_model(other))
 
-    def read_all() -> None:
+    def read_all() -> None:  # it was whole when it was looked at
         for name, tensor in meta_model(other).named_parameters():
             weights.read(name, tuple(slice(0, size) for size in tensor.shape))
 
     with pytest.raises(ValueError, match=r"cannot be read: .*model\.safetensors ends early"):
         read_all()
+    norm = b'"shape":[32],"data_offsets":['
+    file.write_bytes(whole.replace(norm, norm.replace(b"32", b"16")))
+    with pytest.raises(ValueError, match=r"model\.safetensors holds 128 bytes of .*norm\.weight"):
+        HfWeights(other, empty_model(other))
     file.write_bytes(b"x" * 100)
     with pytest.raises(ValueError, match=r"cannot be loaded: .*is no safetensors file"):
         HfWeights(other, empty_model(other))
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "{}", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}']
+)
+def test_an_index_that_is_none_is_named(folder: Path, tmp_path: Path, index: str) -> None:
+    other = changed(folder / "llama", tmp_path / "other", lambda files: None)
+    (other / "model.safetensors").unlink()
+    (other / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"index\.json is no index of safetensors") as error:
+        HfWeights(other, empty_model(other))
+    assert str(error.value).startswith(f"model = '{other}'")
 
 
 @pytest.mark.parametrize("both", [False, True])
@@ -259,6 +299,38 @@ def test_a_part_of_what_a_rule_splits_or_joins_is_that_part_of_the_whole(
     for key, tensor in whole.items():
         part = (slice(5, 27), *(slice(0, size) for size in tensor.shape[1:]))
         assert torch.equal(weights.read(key, part), tensor[part]), key
+
+
+DEEPSEEK = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(DiffLlamaConfig, {}), (DeepseekV3Config, DEEPSEEK)], ids=["drawn", "buffers"]
+)
+def test_tensors_that_are_made_in_other_ways_are_those_of_the_files(
+    tmp_path: Path, kind: Any, own: dict[str, Any]
+) -> None:
+    """Parameters drawn on the host in spite of a meta device (DiffLlama), buffers that files hold
+    (the routers' biases of DeepSeek)."""
+    made: Any = AutoModelForCausalLM.from_config(kind(**tiny_sizes(61, **own)))
+    for tensor in made.state_dict().values():
+        tensor.normal_()
+    made.save_pretrained(tmp_path)
+    model = empty_model(tmp_path)
+    load_shards(model, HfWeights(tmp_path, model), torch.device("cpu"))
+    found = model.state_dict()
+    assert found.keys() == made.state_dict().keys()
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_tensors_that_are_no_part_of_the_model_are_counted(
