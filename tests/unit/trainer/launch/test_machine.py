@@ -11,7 +11,11 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.private_files import private_folder
 from tracegrad_trainer.cli.app import app
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.trainer import (
+    LONGEST_SHARED_STEP_S,
+    TrainerSettings,
+    parse_resolved,
+), load_settings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch import resolve_gpus
 from tracegrad_trainer.launch.machine import (
@@ -91,6 +95,10 @@ def test_ranks_follow_from_the_gpus(
     assert (found.ranks, found.gpus.train) == (4, "0-3")
     shared = with_placement(settings, plan_serve(settings, Machine(four[:1], 64 * GIB)))
     assert (shared.ranks, shared.gpus.share, shared.gpus.vllm) == (1, True, "0")
+    # What follows from sharing follows from a choice too, and ranks read the same.
+    for read in (shared, parse_resolved(shared.model_dump_json())):
+        assert read.vllm.sleep_mode
+        assert read.proxy.read_timeout_s == LONGEST_SHARED_STEP_S
 
 
 def dry_run(settings: TrainerSettings, *words: str) -> tuple[int, str]:
