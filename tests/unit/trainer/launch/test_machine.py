@@ -14,8 +14,9 @@ from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.trainer import (
     LONGEST_SHARED_STEP_S,
     TrainerSettings,
+    load_settings,
     parse_resolved,
-), load_settings
+)
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch import resolve_gpus
 from tracegrad_trainer.launch.machine import (
