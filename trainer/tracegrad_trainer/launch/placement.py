@@ -510,12 +510,12 @@ def _reasons(
         yield f"apart, so that both work at once: {count} ({fewest})"
     if engine is not None:
         size = engine.tensor_parallel
-        reason = (
-            "vllm.tensor_parallel"
+        why = (
+            "as vllm.tensor_parallel says"
             if request.tensor_parallel
             else "the smallest that holds weights and a useful KV cache"
         )
-        yield f"tensor_parallel = {size}: {reason}; data_parallel = {engine.data_parallel}"
+        yield f"tensor_parallel = {size}: {why}; data_parallel = {engine.data_parallel}"
         yield (
             f"KV cache of {engine.tokens} tokens an engine:"
             f" {engine.tokens / max(1, sizes.max_model_len):.1f} of the longest sequences"

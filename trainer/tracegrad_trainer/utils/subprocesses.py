@@ -32,6 +32,7 @@ _SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_", "TRACEGRAD_API_KEY", "TRA
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 # In logs: what torch puts before a rank's lines, and an error's class.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
+_LAUNCHERS = "ChildFailedError"  # of torch's launcher, about an error that stands before it
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
 
@@ -190,4 +191,5 @@ def traceback_errors(lines: Sequence[str]) -> list[str]:
     plain = (_RANK.sub("", line) for line in lines)
     heads = ((line, line.split(":", 1)[0]) for line in plain)
     ends = ("Error", "Exception", "Failed", "Exit")
-    return [line for line, head in heads if _NAME.fullmatch(head) and head.endswith(ends)]
+    named = ((line, head) for line, head in heads if _NAME.fullmatch(head))
+    return [line for line, head in named if head.endswith(ends) and not head.endswith(_LAUNCHERS)]

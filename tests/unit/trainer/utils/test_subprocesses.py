@@ -15,6 +15,8 @@ LAUNCHERS_LAST_WORDS = """
 [rank1]: Traceback (most recent call last):
 [rank1]:   File "forward.py", line 1, in forward
 [rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 E1122 10:00:00 torch/distributed/elastic/multiprocessing/api.py:874] failed (exitcode: 1)
 ============================================================
 tracegrad_trainer.rl.serve_worker FAILED

@@ -144,6 +144,7 @@ _PASSED_ON: dict[str, Kind | None] = {
     "vllm_xargs": OBJECT,
 }
 
+UNKNOWN_PARAMETER = "unknown_parameter"  # OpenAI's code for it
 # Of fields that the engine may complain about under its own names.
 _CLIENTS_NAMES = {
     "max_completion_tokens": "max_output_tokens",
@@ -199,10 +200,12 @@ class OpenAIResponsesDialect:
         # vLLM repeats the HTTP status as its code.
         code = None if error.code is not None and error.code.isdigit() else error.code
         too_long = error.code == CONTEXT_LENGTH_EXCEEDED
+        # A name that is the client's own, though the engine has it too, is not put into its words.
+        own = error.code == UNKNOWN_PARAMETER
         detail = {
             "message": f"{error.message} {_NEVER_TRUNCATED}" if too_long else error.message,
             "type": error_type(error.status),
-            "param": _CLIENTS_NAMES.get(error.param or "", error.param),
+            "param": error.param if own else _CLIENTS_NAMES.get(error.param or "", error.param),
             "code": code,
         }
         return orjson.dumps({"error": detail})
@@ -211,7 +214,7 @@ class OpenAIResponsesDialect:
 def _check(request: Json) -> None:
     for name in request:
         if name not in _KNOWN:
-            raise refusal(f"Unknown parameter: '{name}'.", name, code="unknown_parameter")
+            raise refusal(f"Unknown parameter: '{name}'.", name, code=UNKNOWN_PARAMETER)
     for kinds in (_READ, _NO_EFFECT, _PASSED_ON, {"include_reasoning": BOOL}):
         for name, kind in kinds.items():
             if kind is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
 import pytest
 
 from support.proxy.openai_responses import DIALECT, PATCH, TOOL, ask
@@ -220,3 +221,10 @@ def test_a_response_that_is_not_ours_is_not_found(reported: str) -> None:
     error = refused(previous_response_id=reported)
     assert error.code == "previous_response_not_found"
     assert error.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("name", ["messages", "max_tokens", "response_format"])
+def test_an_unknown_parameter_is_named_as_the_client_wrote_it(name: str) -> None:
+    """Though the engine has it too, under which name it stands for another of the client's."""
+    written = orjson.loads(DIALECT.error(refused(**{"input": "x", name: None})))["error"]
+    assert (written["param"], written["code"]) == (name, "unknown_parameter")
