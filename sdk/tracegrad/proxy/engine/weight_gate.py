@@ -22,8 +22,8 @@ from tracegrad.proxy.http.errors import Unavailable
 log = logging.getLogger("tracegrad.proxy")
 
 # Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits
-# until nothing has arrived for so many ticks in a row. A busy engine's streams rest up to 10 ms
-# between two reads (`ReadModeration`), and each tick gives the loop a turn to read, however late.
+# until nothing has arrived for so many ticks in a row: each gives the loop a turn to read, however
+# late it is.
 SETTLE_TICK_S = 0.01
 SETTLE_TICKS = 3
 SETTLE_LIMIT_S = 1.0

@@ -19,7 +19,6 @@ from tracegrad.proxy.engine.upstreams.base import (
     UpstreamResponse,
     UpstreamTimeouts,
 )
-from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 from tracegrad.proxy.engine.upstreams.replica import (
     Admit,
     Replica,
@@ -85,7 +84,6 @@ class UpstreamPool:
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=self._timeouts.connect_s, sock_read=self._timeouts.read_s
         )
-        moderation = ReadModeration()
         self._replicas = [
             Replica(
                 url,
@@ -94,7 +92,6 @@ class UpstreamPool:
                 headers=self._own,
                 admit=self._admit,
                 on_return=self._waiting.release,
-                moderation=moderation,
                 calls=calls,
             )
             for url, calls in zip(self._urls, self._calls, strict=True)

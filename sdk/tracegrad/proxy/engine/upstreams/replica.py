@@ -12,7 +12,6 @@ import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
-from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 from tracegrad.proxy.engine.upstreams.response_body import ResponseBody
 from tracegrad.proxy.http.errors import ApiError, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
@@ -54,13 +53,11 @@ class Replica:
         headers: Mapping[str, str],
         admit: Admit | None,
         on_return: Callable[[], None],
-        moderation: ReadModeration,
         calls: SharedCount | None = None,
     ) -> None:
         """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
         not with calls. `admit` is asked whether a server that is healthy again may have calls.
-        `moderation` is that of all streams. `calls` counts those in flight, where other processes
-        have some there too."""
+        `calls` counts those in flight, where other processes have some there too."""
         self.url = url
         self._base = http_base(url)
         self._calls = calls or SharedCount()
@@ -71,7 +68,6 @@ class Replica:
         self._headers = {**headers, "connection": "close"}
         self._admit = admit
         self._on_return = on_return
-        self._moderation = moderation
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -126,7 +122,6 @@ class Replica:
             response,
             silence_s=self._session.timeout.sock_read,
             broken_off=self._broken_off,
-            moderation=self._moderation,
         )
         try:
             first = await coming.begin()

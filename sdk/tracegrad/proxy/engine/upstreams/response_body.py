@@ -7,10 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Self, cast
 
 import aiohttp
-from aiohttp.client_proto import ResponseHandler
 
 from tracegrad.proxy.engine.upstreams.base import Consume, Drained
-from tracegrad.proxy.engine.upstreams.read_moderation import ReadModeration
 
 
 class ResponseBody:
@@ -26,14 +24,12 @@ class ResponseBody:
         *,
         silence_s: float | None,
         broken_off: Callable[[Exception], Exception],
-        moderation: ReadModeration,
     ) -> None:
         self._response = response
         self._content = response.content
         self._first = b""
         self._silence_s = silence_s
         self._broken_off = broken_off
-        self._moderation = moderation
 
     async def begin(self) -> bytes:
         """Waits for the first bytes and returns them; empty where there are none. Raises aiohttp's
@@ -63,7 +59,7 @@ class ResponseBody:
         with _SilenceTimer(self._response, self._silence_s) as silence:
             while not self._content.at_eof():
                 try:
-                    behind = await self._pushed(consume, silence, self._moderation)
+                    behind = await self._pushed(consume, silence)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._broken_off(error) from error
                 if behind:
@@ -78,15 +74,13 @@ class ResponseBody:
             return True  # one read is enough
 
         if not self._content.at_eof():
-            await self._pushed(keep, silence, None)
+            await self._pushed(keep, silence)
         return b"".join(pieces)
 
-    async def _pushed(
-        self, consume: Consume, silence: _SilenceTimer, moderation: ReadModeration | None
-    ) -> bool:
+    async def _pushed(self, consume: Consume, silence: _SilenceTimer) -> bool:
         """Until the end (False), or until `consume` is behind (True)."""
         silence.begin()
-        tap = _Tap(self._response, consume, silence, moderation)
+        tap = _Tap(self._response, consume, silence)
         try:
             tap.take()
             return await tap.done
@@ -108,14 +102,11 @@ class _Tap(asyncio.Protocol):
         response: aiohttp.ClientResponse,
         consume: Consume,
         silence: _SilenceTimer,
-        moderation: ReadModeration | None,
     ) -> None:
-        """`moderation`: of streams; None where one read is waited for."""
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._content = response.content
         self._consume = consume
         self._silence = silence
-        self._moderation = moderation
         silence.on_limit = self.take
         # None where all of the answer has come, or where the connection is lost.
         self._transport = response.connection.transport if response.connection else None
@@ -123,10 +114,7 @@ class _Tap(asyncio.Protocol):
             self._end_without_connection()
             return
         self._protocol = cast(asyncio.Protocol, self._transport.get_protocol())
-        self._reader = cast(ResponseHandler, self._protocol)
         self._transport.set_protocol(self)
-        if moderation is not None:
-            moderation.join()
 
     def take(self) -> None:
         """Hand on what has come."""
@@ -149,16 +137,12 @@ class _Tap(asyncio.Protocol):
         if self._transport is not None:
             self._transport.set_protocol(self._protocol)
             self._transport = None
-            if self._moderation is not None:
-                self._moderation.leave(self._reader)
         self._silence.on_limit = None
 
     def data_received(self, data: bytes) -> None:
         self._silence.begin()
         self._protocol.data_received(data)
         self.take()
-        if self._transport is not None and self._moderation is not None:  # still ours to read
-            self._moderation.rest(self._reader)
 
     def eof_received(self) -> bool | None:
         stays_open = self._protocol.eof_received()
