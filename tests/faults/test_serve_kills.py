@@ -26,8 +26,8 @@ PROMPT = [3 + 5 * i % 80 for i in range(24)]
 def test_killed_in_a_push_it_comes_back_with_what_was_committed(
     victim: str, every_steps: int, char_model: Path, tmp_path: Path
 ) -> None:
-    checkpoint = {"every_steps": every_steps, "idle_s": 1.0}
-    state_dir, settings = tmp_path / "state", {"model": char_model, "checkpoint": checkpoint}
+    checkpoint = {"checkpoint.every_steps": every_steps, "checkpoint.idle_s": 1.0}
+    state_dir, settings = tmp_path / "state", {"model": char_model, **checkpoint}
     with trainer_serve(state_dir, settings) as run:
         run.wait_serving()
         with GroupLoad(run.url) as crowd:
