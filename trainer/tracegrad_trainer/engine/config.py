@@ -73,8 +73,31 @@ class FsdpSettings(BaseModel):
         description="experts of a mixture: as the router says now, as it said before the batch"
         " (r2), or as the serving engine chose (r3)",
     )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share the tokens of a micro-batch: for rows too long for one GPU,"
+        " and where one long row keeps all others waiting",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
+
+    @model_validator(mode="after")
+    def _context_parallel_suits(self) -> Self:
+        if self.context_parallel == 1:
+            return self
+        said = f"fsdp.context_parallel = {self.context_parallel}"
+        if self.routing != "own":
+            raise ValueError(
+                f"{said}: the routes of a micro-batch's slice are not replayed yet; set"
+                " fsdp.routing = 'own', or fsdp.context_parallel = 1"
+            )
+        if self.attention not in ("auto", "packed", "varlen"):
+            raise ValueError(
+                f"{said} needs attention of ours: set fsdp.attention = 'auto', not"
+                f" {self.attention!r}"
+            )
+        return self
 
 
 class OptimSettings(BaseModel):

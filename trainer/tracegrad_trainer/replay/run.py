@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import TrainingSelection, pack, select
+from tracegrad_trainer.batches import TrainingSelection, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -30,6 +30,7 @@ from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.engine.step.result import StepResult
+from tracegrad_trainer.engine.step.train_batch import deal_rows
 from tracegrad_trainer.losses import compute_advantages
 from tracegrad_trainer.replay.load import RecordedStep, ReplayError, check_selection
 from tracegrad_trainer.replay.turn_contributions import TurnContribution, turn_contributions
@@ -141,7 +142,7 @@ def _run(
     version, budget = recorded.batch.version, settings.batches.tokens_per_micro_batch
     shares = turn_contributions(
         learner,
-        pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()],
+        deal_rows(learner.engine, selection.rows, budget=budget)[0],
         version=version,
         rows=selection.rows,
     )

@@ -60,7 +60,7 @@ def check_memory(
         settings.fsdp,
         ranks=world,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        tokens=settings.batches.tokens_per_micro_batch,
+        tokens=settings.tokens_of_a_rank,
         vocabulary=vocabulary,
         free=free,
         reference=settings.needs_reference_model,
