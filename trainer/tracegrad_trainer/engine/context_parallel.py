@@ -51,10 +51,7 @@ class ContextParallel:
         if size == 1:
             return None
         if ranks.size() % size:
-            raise ValueError(
-                f"fsdp.context_parallel = {size}: {ranks.size()} ranks cannot be divided into"
-                f" groups of {size}; set it, or ranks, so that they can"
-            )
+            raise ValueError(not_divisible(ranks.size(), size))
         shape = (ranks.size() // size, size)
         return cls(init_device_mesh(ranks.device_type, shape, mesh_dim_names=("data", "context")))
 
@@ -101,6 +98,13 @@ class ContextParallel:
         gathered: Any = _GatherTargets.apply
         found: Tensor = gathered(own, places, targets, self.group)
         return found
+
+
+def not_divisible(ranks: int, size: int) -> str:
+    return (
+        f"fsdp.context_parallel = {size}: {ranks} ranks cannot be divided into groups of {size};"
+        " set it, or ranks, so that they can"
+    )
 
 
 class _GatherTargets(torch.autograd.Function):
