@@ -29,6 +29,20 @@ def flops(model: nn.Module, batch: MicroBatch) -> float:
     return body * tokens + head * targets + 3 * _attention(model, batch)
 
 
+def operations_per_token(model: nn.Module) -> float:
+    """Of forward and backward of a token that is a target, without attention."""
+    return sum(_weights(model))
+
+
+def attention_operations(model: nn.Module) -> float:
+    """Of the forward, of a token, for each token that it attends to: scores and their weighted sum,
+    in the layers that see all before them."""
+    config: Any = model.config
+    shapes = [query_heads(layer) for layer in layer_configs(config)]
+    each = zip(shapes, layer_windows(config), strict=True)
+    return 4.0 * sum(heads * width for (heads, width), window in each if window is None)
+
+
 def _weights(model: Any) -> tuple[float, float]:
     """Operations a token of all matrices but the head, and of the head."""
     used = experts_per_token(model.config.get_text_config())  # unknown: all
