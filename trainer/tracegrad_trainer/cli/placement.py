@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -36,9 +37,12 @@ def show_plan(
 
 def _for_gpus(settings: TrainerSettings) -> TrainerSettings:
     """As they would be on another machine: what `auto` means here says nothing there."""
-    if settings.vllm.device != "auto":
-        return settings
-    return settings.with_changes(vllm=settings.vllm.model_copy(update={"device": "cuda"}))
+    there = {"device": "cuda"}
+    vllm, fsdp = settings.vllm, settings.fsdp
+    return settings.with_changes(
+        vllm=vllm.model_copy(update=there) if vllm.device == "auto" else vllm,
+        fsdp=fsdp.model_copy(update=there) if fsdp.device == "auto" else fsdp,
+    )
 
 
 def placement_line(placement: Placement) -> str:
@@ -74,18 +78,35 @@ def render_placement(placement: Placement) -> RenderableType:
 
 
 def _gpus(placement: Placement) -> RenderableType:
-    """A row a GPU, and where vLLM sleeps one for each of the two states."""
+    """A row for GPUs that are used alike, and where vLLM sleeps one for each of the two states."""
     table = plain_table("GPU", "who", "memory, GiB", "used", "free", words=("who", "memory, GiB"))
-    for plan in placement.gpus:
-        rows = [(" + ".join(plan.users) or "idle", plan.serving)]
-        if plan.serving != plan.training:
-            rows = [("vLLM serves", plan.serving), (f"{plan.users[-1]} trains", plan.training)]
+    for _, alike in groupby(placement.gpus, key=_use):
+        plans = list(alike)
+        first, trains = plans[0], _ranks([plan.users[-1] for plan in plans if plan.users])
+        rows = [(" + ".join([*first.users[:-1], trains]) or "idle", first.serving)]
+        if first.serving != first.training:
+            verb = "train" if len(plans) > 1 else "trains"
+            rows = [("vLLM serves", first.serving), (f"{trains} {verb}", first.training)]
         for who, parts in rows:
             used = sum(parts.values())
             listed = " + ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-            name = f"{plan.gpu.index} ({plan.gpu.name}, {_gib(plan.gpu.total)} GiB)"
-            table.add_row(name, who, listed, _gib(used), _gib(plan.gpu.free - used))
+            numbers = gpu_words([plan.gpu.index for plan in plans])
+            name = f"{numbers} ({first.gpu.name}, {_gib(first.gpu.total)} GiB)"
+            table.add_row(name, who, listed, _gib(used), _gib(first.gpu.free - used))
     return table
+
+
+def _use(plan: GpuPlan) -> object:
+    kind = [user.split()[0] for user in plan.users]
+    return plan.gpu.name, plan.gpu.total, plan.gpu.free, kind, plan.serving, plan.training
+
+
+def _ranks(users: list[str]) -> str:
+    """`rank 0`, `ranks 0-2`; what is no rank once."""
+    numbers = [int(user.split()[1]) for user in users if user.startswith("rank ")]
+    if len(numbers) > 1:
+        return f"ranks {gpu_words(numbers)}"
+    return users[0] if users else ""
 
 
 def placement_as_json(placement: Placement) -> Json:

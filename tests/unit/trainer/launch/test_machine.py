@@ -82,8 +82,16 @@ def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -
     read = json.loads(file.read_text())
     assert read["gpus"] | {"vllm": "0-2", "train": "3", "share": False} == read["gpus"]
     assert read["vllm"]["data_parallel"] == 3
-    # Planned again, what was chosen is what is given.
-    assert with_placement(placed, plan_serve(placed, describe_machine("4x24GiB"))).ranks == 1
+
+
+@pytest.mark.parametrize("gpus", ["1x24GiB", "2x24GiB", "3x80GiB", "8x80GiB"])
+def test_stored_settings_are_read_and_planned_again(settings: TrainerSettings, gpus: str) -> None:
+    placed = with_placement(settings, plan_serve(settings, describe_machine(gpus)))
+    read = TrainerSettings.model_validate(placed.stored())
+    assert (read.gpus, read.vllm, read.ranks) == (placed.gpus, placed.vllm, placed.ranks)
+    # What was chosen is what is given now.
+    again = with_placement(read, plan_serve(read, describe_machine(gpus)))
+    assert (again.gpus, again.vllm, again.ranks) == (placed.gpus, placed.vllm, placed.ranks)
 
 
 def test_ranks_follow_from_the_gpus(
@@ -116,6 +124,7 @@ def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
         assert words in text
     code, text = dry_run(settings, "--dry-run", "--gpus", "1x24GiB", "--json")
     found = json.loads(text)
+    assert found["settings"]["fsdp"]["compute_dtype"] == "bfloat16"  # as it is there, not here
     assert found["placement"]["shared"] is found["settings"]["gpus"]["share"] is True
     assert dry_run(settings, "--dry-run", "--gpus", "many")[0] == 2
     assert dry_run(settings, "--gpus", "2x24GiB")[0] == 2
