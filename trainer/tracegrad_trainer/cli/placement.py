@@ -13,6 +13,7 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.machine import GIB, describe_machine
 from tracegrad_trainer.launch.placement import GpuPlan, Placement, gpu_words
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
+from tracegrad_trainer.rl.preflight import check_precision, describe_precision
 from tracegrad_trainer.utils.console import plain_table, print_json, print_report
 
 
@@ -22,17 +23,19 @@ def show_plan(
     """`described`: GPUs of a machine that is not this one (`8x80GiB`).
 
     Raises:
-        ValueError: it does not fit, [gpus] is wrong, or no machine is described.
+        ValueError: it does not fit, [gpus] or what is served in fp8 is wrong, or no machine is
+            described.
     """
     machine = None if described is None else describe_machine(described)
     if machine is not None:
         settings = _for_gpus(settings)
+    check_precision(settings)
     placement = plan_serve(settings, machine)
     resolved = with_placement(settings, placement)
     if as_json:
         print_json({"settings": resolved.stored(), "placement": placement_as_json(placement)})
     else:
-        print_report(render_placement(placement), console)
+        print_report(Group(render_placement(placement), describe_precision(resolved)), console)
 
 
 def _for_gpus(settings: TrainerSettings) -> TrainerSettings:

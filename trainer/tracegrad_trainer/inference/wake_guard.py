@@ -80,8 +80,11 @@ class WakePlan:
 class WakeGuard:
     """Rank 0's end of it: the process, started with the first plan and again if it has ended."""
 
-    def __init__(self, engine: GuardedEngine) -> None:
+    def __init__(self, engine: GuardedEngine, lock: int | None = None) -> None:
+        """`lock`: a descriptor that keeps the weight files from being removed as left behind by
+        this process; it is the guard's as well."""
         self._engine = engine
+        self._lock = lock
         self._process: subprocess.Popen[str] | None = None
 
     def arm(self, plan: WakePlan) -> None:
@@ -120,6 +123,7 @@ class WakeGuard:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=() if self._lock is None else (self._lock,),
         )
 
     def _told(self, order: dict[str, Any] | None) -> bool:

@@ -314,10 +314,13 @@ def _why_not(
         f" {each}: {said or '[gpus] leaves no way to lay it out'}"
     )
     would = _would_fit(machine, sizes, request)
+    would += [f"out {name}" for name in _without(machine, sizes, request)]
     if would:
-        return f"{line}. It would fit with {', or with '.join(would)}"
+        return f"{line}. It would fit with{', or with'.join(would)}"
     single = [name for name in sizes.ways if AND not in name]
-    return f"{line}. Not enough: {', '.join(single) or 'our settings'}; take more or larger GPUs"
+    host = bool(refused) and all(one.reached == 2 for one in refused.values())
+    more = "a host with more memory" if host else "more or larger GPUs"
+    return f"{line}. Not enough: {', '.join(single) or 'our settings'}; take {more}"
 
 
 def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> list[str]:
@@ -325,14 +328,29 @@ def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -
     ways = {name: replace(sizes, ranks=ranks) for name, ranks in sizes.ways.items()}
     if sizes.max_model_len > SHORT:
         ways[f"vllm.max_model_len = {SHORT}"] = replace(sizes, max_model_len=SHORT)
-
     if sizes.pushed_to_memory:
         ways["push.folder on a disk"] = replace(sizes, pushed_to_memory=False)
 
-    def fits(changed: ModelSizes) -> bool:
-        found = (_plan(machine, changed, request, one) for one in splits(machine, request))
-        return any(isinstance(one, Placement) for one in found)
-
-    found = [name for name, changed in ways.items() if fits(changed)]
+    found = [name for name, changed in ways.items() if _fits(machine, changed, request)]
     least = min((name.count(AND) for name in found), default=0)
-    return [name for name in found if name.count(AND) == least]
+    return [f" {name}" for name in found if name.count(AND) == least]
+
+
+def _without(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> list[str]:
+    """Settings that are in the way: it would fit if one of them were left out."""
+    fixed = {
+        "[gpus]": replace(request, vllm=None, train=None, share=None),
+        "ranks": replace(request, ranks=None),
+        "vllm.tensor_parallel": replace(request, tensor_parallel=None),
+        "vllm.data_parallel": replace(request, data_parallel=None),
+        "vllm.kv_cache_memory_bytes": replace(request, kv_cache_bytes=None),
+        "vllm.gpu_memory_utilization": replace(request, gpu_memory_utilization=None),
+    }
+    return [
+        name for name, freed in fixed.items() if freed != request and _fits(machine, sizes, freed)
+    ]
+
+
+def _fits(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> bool:
+    found = (_plan(machine, sizes, request, one) for one in splits(machine, request))
+    return any(isinstance(one, Placement) for one in found)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.private_files import private_folder
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import (
     LONGEST_SHARED_STEP_S,
     TrainerSettings,
@@ -107,7 +108,7 @@ def test_ranks_follow_from_the_gpus(
     # What follows from sharing follows from a choice too, and ranks read the same.
     for read in (shared, parse_resolved(shared.model_dump_json())):
         assert read.vllm.sleep_mode
-        assert read.proxy.read_timeout_s == LONGEST_SHARED_STEP_S
+        assert read.proxy.read_timeout_s == read.proxy.max_wait_s == LONGEST_SHARED_STEP_S
 
 
 def dry_run(settings: TrainerSettings, *words: str) -> tuple[int, str]:
@@ -120,7 +121,14 @@ def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
     code, text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB")
     assert code == 0, text
     assert "placement: vLLM on GPU 0, 1 rank on GPU 1" in text
-    for words in ("served weights", "KV cache", "gathered", "files of a weight push", "- apart"):
+    for words in (
+        "served weights",
+        "KV cache",
+        "gathered",
+        "files of a weight push",
+        "- apart",
+        "precision: trains in bfloat16",
+    ):
         assert words in text
     code, text = dry_run(settings, "--dry-run", "--gpus", "1x24GiB", "--json")
     found = json.loads(text)
@@ -128,6 +136,38 @@ def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
     assert found["placement"]["shared"] is found["settings"]["gpus"]["share"] is True
     assert dry_run(settings, "--dry-run", "--gpus", "many")[0] == 2
     assert dry_run(settings, "--gpus", "2x24GiB")[0] == 2
+
+
+def test_gpus_that_are_used_alike_are_one_row(settings: TrainerSettings) -> None:
+    text = dry_run(settings, "--dry-run", "--gpus", "8x24GiB")[1]
+    rows = [line.split("  ")[:2] for line in text.splitlines() if "(described" in line]
+    assert rows == [
+        ["0-5 (described, 24.0 GiB)", "vLLM"],
+        ["6-7 (described, 24.0 GiB)", "ranks 0-1"],
+    ]
+    text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", "--set=gpus.share=true")[1]
+    rows = [line.split("  ")[:2] for line in text.splitlines() if "(described" in line]
+    both = "0-1 (described, 24.0 GiB)"
+    assert rows == [[both, "vLLM serves"], [both, "ranks 0-1 train"]]
+
+
+@pytest.mark.parametrize(("given", "text"), [(0, "0"), ([0, 2], "0,2"), ("0-2", "0-2")])
+def test_gpus_are_named_by_number_too(given: object, text: str) -> None:
+    """As `--set gpus.vllm=0` and TOML have them."""
+    assert GpuSettings.model_validate({"vllm": given}).vllm == text
+
+
+@pytest.mark.parametrize("given", [True, -1, [], [0, 0], [0, "1"], 1.5, "3-1"])
+def test_what_is_no_list_of_gpus_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="vllm"):
+        GpuSettings.model_validate({"vllm": given})
+
+
+def test_a_dry_run_refuses_what_would_not_start(settings: TrainerSettings) -> None:
+    words = ["--set=vllm.quantization=fp8", "--set=objective.correction=none"]
+    code, text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", *words)
+    assert code == 2
+    assert "vllm serves in fp8" in text
 
 
 def test_a_machine_without_gpus_is_planned_too(settings: TrainerSettings) -> None:

@@ -275,6 +275,19 @@ def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
     assert found.pushed == sizes.pushed
 
 
+def test_settings_that_are_in_the_way_are_named(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    for name, fixed in (
+        ("vllm.gpu_memory_utilization", {"gpu_memory_utilization": 0.99}),
+        ("vllm.kv_cache_memory_bytes", {"kv_cache_bytes": 1 << 20}),
+        ("ranks", {"ranks": 3, "tensor_parallel": 2}),
+    ):
+        with pytest.raises(DoesNotFitError, match=f"It would fit .*without {name}"):
+            plan(sizes, machine(4, 80), **fixed)
+    with pytest.raises(DoesNotFitError, match=r"take a host with more memory$"):
+        plan(sizes, machine(4, 80, host=1))
+
+
 def test_what_has_no_gpu_is_in_the_hosts_memory(folder: Path) -> None:
     sizes, four = sizes_of(folder, "0.6B", False), machine(4, 80)
     found = plan(sizes, four, engine_on_gpu=False, kv_cache_bytes=1 << 28)
