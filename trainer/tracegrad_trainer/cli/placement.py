@@ -125,6 +125,7 @@ def placement_as_json(placement: Placement) -> Json:
         "gpu_memory_utilization": placement.gpu_memory_utilization,
         "kv_tokens": placement.kv_tokens,
         "gpus": [_gpu_as_json(plan) for plan in placement.gpus],
+        "pushed": placement.pushed,
         "host": {"parts": dict(placement.host), "free": placement.host_free},
         "reasons": placement.reasons,
     }

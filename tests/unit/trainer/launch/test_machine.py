@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.private_files import private_folder
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.cli.serve import plan_placement
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import (
     LONGEST_SHARED_STEP_S,
@@ -28,7 +29,7 @@ from tracegrad_trainer.launch.machine import (
     device_environment,
 )
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement, with_training_gpus
-from tracegrad_trainer.launch.session import write_resolved_settings
+from tracegrad_trainer.launch.session import StartError, write_resolved_settings
 from tracegrad_trainer.launch.torchrun import RankProcesses
 
 
@@ -93,6 +94,18 @@ def test_stored_settings_are_read_and_planned_again(settings: TrainerSettings, g
     # What was chosen is what is given now.
     again = with_placement(read, plan_serve(read, describe_machine(gpus)))
     assert (again.gpus, again.vllm, again.ranks) == (placed.gpus, placed.vllm, placed.ranks)
+
+
+def test_a_vllm_for_gpus_does_not_start_without_one(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself would say so after a minute, in a traceback."""
+    monkeypatch.setattr(resolve_gpus, "read_gpus", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(StartError, match=r"vllm.device: .* \(CUDA_VISIBLE_DEVICES = ''\)"):
+        plan_placement(settings)
+    on_cpu = settings.vllm.model_copy(update={"device": "cpu"})
+    assert plan_placement(settings.with_changes(vllm=on_cpu)).gpus == ()
 
 
 def test_ranks_follow_from_the_gpus(

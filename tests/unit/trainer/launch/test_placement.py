@@ -250,8 +250,8 @@ def test_vllm_starts_on_gpus_of_different_size(folder: Path) -> None:
     """It compares its share of each GPU with what is free there, less its own context."""
     rank = RankMemory(state=1, gathered=1, activations=1, host=1)
     sizes = replace(sizes_of(folder, "0.6B", False), ranks={1: rank})
-    for totals in ((24, 24, 80), (8, 8, 80), (80, 80, 80)):
-        gpus = tuple(Gpu(i, "fake", n * GIB, n * GIB) for i, n in enumerate(totals))
+    for total, free in (((24, 24, 80), (24, 24, 30)), ((8, 8, 8), (8, 8, 8))):
+        gpus = tuple(Gpu(i, "fake", total[i] * GIB, free[i] * GIB) for i in range(3))
         small = replace(sizes, kv_bytes=1000)
         found = plan(small, Machine(gpus, 4096 * GIB), vllm=(0, 2), train=(1,))
         assert found.gpu_memory_utilization is not None
