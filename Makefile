@@ -43,8 +43,8 @@ bench-store: install-dev  ## the store in SQLite and PostgreSQL: turns a second,
 bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop and TRL's; writes docs/bench-trainer.md
 	@exec $(BIN)/python -m bench.trainer
 
-gpu-check: install  ## where a GPU is at hand: tokens/s, memory and MFU of a 0.6B model, beside a plain loop
-	@exec $(BIN)/python -m bench.trainer.gpu_check
+gpu-check: install  ## where a GPU is at hand: kernels, speed, memory, checkpoints, serving; goes on where it stopped; writes docs/gpu-check.md
+	@exec $(BIN)/python -m bench.gpu_check
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

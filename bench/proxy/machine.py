@@ -26,7 +26,7 @@ def description(packages: Sequence[str]) -> list[str]:
     return [
         f"{cores} cores of {_processor()}, {_memory_gib():.0f} GiB of memory, {system}",
         f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {versions}",
-        f"tracegrad {version('tracegrad')} ({_commit()})",
+        f"tracegrad {version('tracegrad')} ({commit()})",
     ]
 
 
@@ -67,7 +67,7 @@ def _memory_gib() -> float:
     return total / (1 << 30)
 
 
-def _commit() -> str:
+def commit() -> str:
     git = ["git", "-C", str(ROOT)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:

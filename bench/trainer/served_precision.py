@@ -37,6 +37,7 @@ from tracegrad_trainer.losses.logprob_gap import LogprobGap, precision_of
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 VOCABULARY, PROMPT_TOKENS, SAMPLED = 400, 150, 32
+HEADER = ("served in", "push", "median", "99 %", "mean", "verdict")
 SERVED: dict[str, dict[str, str]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -50,20 +51,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("served", nargs="*", default=list(SERVED), help="dtypes; default: all")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    print(markdown(HEADER, measured_gaps(options.served)))
+    return 0
+
+
+def measured_gaps(served: Sequence[str]) -> list[list[str]]:
+    """The table's rows, of each dtype."""
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        _save_model(model)
-        for name in options.served:
+        save_small_model(model)
+        for name in served:
             try:
                 rows += _measured(name, model, Path(folder) / name)
             except ChildError as error:
                 rows.append([name, f"does not start: {str(error)[:80]}", "", "", "", ""])
-    print(markdown(["served in", "push", "median", "99 %", "mean", "verdict"], rows))
-    return 0
+    return rows
 
 
-def _save_model(folder: Path) -> None:
+def save_small_model(folder: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     config = Qwen3Config(

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = [3 + 5 * i % 80 for i in range(24)]
 
 
-@pytest.mark.parametrize("victim", ["serve", "ranks"])
+@pytest.mark.parametrize(("victim", "every_steps"), [("serve", 1), ("ranks", 1), ("ranks", 3)])
 def test_killed_in_a_push_it_comes_back_with_what_was_committed(
-    victim: str, char_model: Path, tmp_path: Path
+    victim: str, every_steps: int, char_model: Path, tmp_path: Path
 ) -> None:
-    state_dir, settings = tmp_path / "state", {"model": char_model}
+    checkpoint = {"checkpoint.every_steps": every_steps, "checkpoint.idle_s": 1.0}
+    state_dir, settings = tmp_path / "state", {"model": char_model, **checkpoint}
     with trainer_serve(state_dir, settings) as run:
         run.wait_serving()
         with GroupLoad(run.url) as crowd:

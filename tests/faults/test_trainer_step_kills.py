@@ -54,6 +54,7 @@ class Scene:
     url: str
     ranks: int
     groups: int = GROUPS
+    every_steps: int = 1  # from one checkpoint to the next
     turns: list[str] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
 
@@ -70,6 +71,7 @@ class Scene:
             "objective__advantage": "running",  # it remembers, from step to step
             "batches__drop_equal_reward": "true",  # so that some are skipped
             "checkpoint__keep": 2,
+            "checkpoint__every_steps": self.every_steps,
             "optim__minibatches": 2,
         }
 
@@ -152,12 +154,14 @@ def try_until(
     expected: Left,
     *,
     ranks: int = 1,
+    every_steps: int = 1,
     each_point: bool = False,
 ) -> None:
     draw = random.Random(drawn_seed())
     seen: Counter[str] = Counter()
     while seen.total() < kills:
-        scene = Scene(runs, model, folder / f"killed-{seen.total()}", next(urls), ranks)
+        place = folder / f"killed-{seen.total()}"
+        scene = Scene(runs, model, place, next(urls), ranks, every_steps=every_steps)
         if each_point and not seen:
             kill_at_each_point(scene)
         else:
@@ -175,18 +179,28 @@ def sqlite_urls(folder: Path) -> Iterator[str]:
         yield f"sqlite:///{folder / f'store-{number}.db'}"
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 24), (2, 12)])
+@pytest.mark.parametrize(("ranks", "kills", "every_steps"), [(1, 24, 1), (2, 12, 3)])
 def test_a_killed_run_that_goes_on_is_the_run_that_nobody_killed(
     ranks: int,
     kills: int,
+    every_steps: int,
     runs: Runs,
     model: Path,
     tmp_path: Path,
     unkilled: Callable[[int], Left],
 ) -> None:
-    urls = sqlite_urls(tmp_path)
-    each = ranks == 1
-    try_until(kills, runs, model, tmp_path, urls, unkilled(ranks), ranks=ranks, each_point=each)
+    """That one had a checkpoint of every step: how often there is one changes nothing."""
+    try_until(
+        kills,
+        runs,
+        model,
+        tmp_path,
+        sqlite_urls(tmp_path),
+        unkilled(ranks),
+        ranks=ranks,
+        every_steps=every_steps,
+        each_point=ranks == 1,
+    )
 
 
 @pytest.mark.slow
@@ -208,7 +222,7 @@ def test_a_killed_run_on_postgresql(
 ) -> None:
     """It ends as the run on SQLite does that nobody killed."""
     urls = iter(postgres_server.new_database, None)
-    try_until(6, runs, model, tmp_path, urls, unkilled(1))
+    try_until(6, runs, model, tmp_path, urls, unkilled(1), every_steps=2)
 
 
 def test_a_killed_command_leaves_nobody_behind_and_goes_on(

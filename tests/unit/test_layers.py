@@ -104,6 +104,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "config",
         "distributed random_state peak_flops",
         "attention",
+        "context_parallel",
         "model",
         "flops",
         "step",

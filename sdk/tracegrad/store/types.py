@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -122,9 +122,11 @@ class StepRecord:
     """One optimizer step. `version` is the policy version that its weights become.
 
     `batch` says what it was made of (the trainer's `BatchRecord`): enough to run it again.
-    `run_id` is the state folder that made it. `manifest_digest` is the SHA-256 of the manifest in
-    `checkpoint`; `parent_digest` that of the committed step whose weights it began with. Null: not
-    known (of revision 0006 and before), `parent_digest` also where it began with the model folder.
+    `run_id` is the state folder that made it. `checkpoint` is null where a later step's has it too
+    (`checkpoint.every_steps`). `manifest_digest` is the SHA-256 of the manifest in `checkpoint`;
+    `parent_digest` that of the last checkpoint before it, whose weights it began with, or those of
+    the steps since. Null: not known (of revision 0006 and before), `parent_digest` also where there
+    was no checkpoint yet.
     """
 
     step: int
@@ -137,6 +139,23 @@ class StepRecord:
     run_id: str | None = None
     manifest_digest: str | None = None
     parent_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommit:
+    """A step with what it consumes.
+
+    `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are in
+    neither came in after the lease and are skipped as "late". `leases` maps rollouts to the leases
+    that they were given out under (`lease_by_rollout`); one that is not in it must not be leased to
+    anybody.
+    """
+
+    step: StepRecord
+    trained: Sequence[str]
+    skipped: Mapping[str, str]
+    rollouts: Sequence[str]
+    leases: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

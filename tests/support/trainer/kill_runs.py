@@ -73,6 +73,10 @@ def log_of(settings: Path) -> str:
     return log.read_text()[-3000:] if log.exists() else ""
 
 
+# Settings that may differ between runs that are to be the same.
+_OWN = ("state_dir", "proxy", "vllm", "checkpoint")
+
+
 def made(url: str) -> list[dict[str, Any]]:
     """The steps as they are recorded, but for what the clock says."""
     return [
@@ -81,7 +85,7 @@ def made(url: str) -> list[dict[str, Any]]:
             "version": step.version,
             "batch": step.batch,
             "metrics": {name: v for name, v in step.metrics.items() if not _of_the_clock(name)},
-            "settings": step.settings | {"state_dir": None, "proxy": None, "vllm": None},
+            "settings": {name: v for name, v in step.settings.items() if name not in _OWN},
         }
         for step in steps_of(url)
     ]

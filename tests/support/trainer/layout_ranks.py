@@ -56,6 +56,11 @@ class Layout:
     settings: dict[str, Any] = field(default_factory=dict)
     elements: int | None = None
 
+    def place(self) -> tuple[int, int]:
+        """How many ranks have micro-batches of their own, and which of these this one is."""
+        alike = self.settings.get("context_parallel", 1)
+        return dist.get_world_size() // alike, dist.get_rank() // alike
+
 
 def made(name: str, *, padded: bool = False) -> list[Row]:
     """Twelve rows, two a rollout, some of an expert's, rewards at their ends."""
@@ -120,7 +125,7 @@ def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) 
 
 def share(name: str, layout: Layout) -> list[MicroBatch]:
     everything = made(name, padded=layout.padded)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = layout.place()
     if not layout.padded:
         return pack(everything, ranks=ranks, budget=layout.budget)[rank]
     size = 2 if name == "dpo" else 1
@@ -136,7 +141,7 @@ def others(name: str, layout: Layout) -> list[MicroBatch]:
     """KTO's mismatched rows."""
     if name != "kto":
         return []
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank = layout.place()
     looked_at = mismatched_rows(made(name), limit=BUDGET)
     return pack(looked_at, ranks=ranks, budget=layout.budget)[rank]
 
@@ -190,15 +195,16 @@ def without(folder: Path, name: str, gone: Sequence[int]) -> Any:
     return step(one, batches, before=before(one, batches))
 
 
-def batch(folder: Path, name: str) -> Any:
+def batch(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     """(StepResult, weights) of a batch of two optimizer steps a pass, and two passes."""
     critic = {"value_lr": 3e-3, "value_warmup_steps": 1} if name == "ppo" else {}
-    one = learner(folder, name, lr=1e-3, minibatches=2, epochs=2, **critic)
+    one = learner(folder, name, layout, lr=1e-3, minibatches=2, epochs=2, **critic)
     dealt = made(name) if dist.get_rank() == 0 else None
     done = train_batch(one, dealt, version=VERSION, budget=BUDGET)
     return done, weights(one)
 
 
+SHARED = Layout(settings={"context_parallel": 2})  # two ranks, each micro-batch
 BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
 VARIANTS = {
     "plain": Layout(),
@@ -214,6 +220,8 @@ def main(folder: Path) -> None:
     assert POISON not in made("grpo")[0].input_ids
     out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
     out["batches"] = {name: batch(folder, name) for name in BATCHES}
+    out["shared"] = {name: run(folder, name, SHARED) for name in OBJECTIVES}
+    out["shared batches"] = {name: batch(folder, name, SHARED) for name in BATCHES}
     if dist.get_world_size() == 2:
         for variant in ("whole", "recomputed", "offloaded"):
             out[variant] = run(folder, "ppo", VARIANTS[variant])

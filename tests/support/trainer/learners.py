@@ -20,6 +20,7 @@ from tracegrad_trainer.engine import (
 )
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
+from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.model.sharded_load import local_index
@@ -43,6 +44,7 @@ def build(
     objective = preset(objective) if isinstance(objective, str) else objective
     settings = FsdpSettings(device="cpu", **(fsdp or {}))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    context = ContextParallel.of(mesh, settings.context_parallel)
     model: Any = build_sharded(folder, mesh, settings, values="value" in objective.needs)
     if value_std and value_head.has_value_head(model):
         torch.manual_seed(5)
@@ -58,6 +60,7 @@ def build(
         objective,
         OptimSettings(**({"lr": 1e-2} | optim)),
         reshard=settings.reshard,
+        context=context,
         reference=reference,
         head_elements=elements,
         adamw=adamw,

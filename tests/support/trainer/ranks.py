@@ -25,6 +25,7 @@ _PRELOADED = (
     "support.trainer.layout_ranks",
     "support.trainer.lora_ranks",
     "support.trainer.load_ranks",
+    "support.trainer.context_ranks",
 )
 _TIMEOUT_S = 240
 _LAST_WORDS_S = 5  # for the other ranks, once one has failed

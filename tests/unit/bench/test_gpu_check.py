@@ -1,64 +1,194 @@
-"""The check of a GPU, as far as it can be run without one."""
+"""The checks of a GPU, as far as each can be run without one."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench.trainer import gpu_check, kernel_check
+from bench.gpu_check import __main__ as program
+from bench.gpu_check import checkpoints, kernels, memory, models, parity, profile, resume, speed
+from bench.gpu_check.check import Check, Finding, Machine
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    torch.set_num_threads(1)
+    return Machine(CPU, True, tmp_path)
 
 
 def test_without_a_gpu_it_says_so_in_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu_check.main([]) == 2
+    assert program.main([]) == 2
     said = capsys.readouterr()
     assert said.err == "gpu-check: there is no CUDA device here\n"
     assert said.out == ""
 
 
-def test_kernels_and_loops_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.set_num_threads(1)
-    assert gpu_check.main(["--tiny", "--device", "cpu", "--steps", "1", "--json"]) == 0
-    assert not dist.is_initialized()
-    report = json.loads(capsys.readouterr().out)
+def test_kernels_are_reported(machine: Machine) -> None:
+    found = kernels.check(machine)
     forms = ("", ", window", ", soft cap", ", sinks, window")
-    named = [f"{kind}{form}" for kind in ("packed", "tree") for form in forms]
-    assert [one["name"] for one in report["kernels"]] == named
+    assert [row[0] for row in found.rows] == [f"{k}{f}" for k in ("packed", "tree") for f in forms]
     # Rounded as bfloat16 is, not exact by comparing something with itself.
-    assert all(1e-4 < one["output"] < 3e-2 for one in report["kernels"])
-    assert [run["name"] for run in report["runs"]] == [
-        "tracegrad, all activations kept",
-        "plain loop, all activations kept",
-        "tracegrad, blocks recomputed",
-        "plain loop, blocks recomputed",
-    ]
-    assert all(run["tokens_per_s"] > 0 for run in report["runs"])
-    assert all(run["mfu"] is None for run in report["runs"])
+    assert all(1e-4 < float(row[1]) < 3e-2 for row in found.rows)
+    assert found.verdict == "right"
 
 
-def test_a_kernel_that_is_off_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gpu_check, "_runs", lambda *_: [gpu_check.Run("slow", None, None, None)])
-    monkeypatch.setitem(kernel_check.BOUND, torch.bfloat16, 1e-6)
-    assert gpu_check.main(["--tiny", "--device", "cpu"]) == 1
-    out = capsys.readouterr().out
-    assert out.count("WRONG") == 8
-    assert "does not fit" in out
+def test_a_kernel_that_is_off_is_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kernels.BOUND, torch.bfloat16, 1e-6)
+    found = kernels.check(machine)
+    assert found.verdict == "wrong"
+    assert "wrong: packed; packed, window" in found.said
 
 
 def test_in_float32_the_kernels_are_exact() -> None:
-    for one in kernel_check.kernels(torch.device("cpu"), torch.float32):
+    for one in kernels.kernels(CPU, torch.float32):
         assert max(one.output, one.gradients) < 1e-5, one
 
 
-def test_operations_are_those_of_a_model_of_that_size() -> None:
+def test_loops_are_reported(machine: Machine) -> None:
+    found = speed.check(machine)
+    assert not dist.is_initialized()
+    names = [f"{way}, tiny, {kept}" for kept in ("all activations kept", "blocks recomputed")
+             for way in ("tracegrad", "plain loop")]  # fmt: skip
+    assert [row[0] for row in found.rows] == names
+    assert all(float(row[1].replace(",", "")) > 0 for row in found.rows)
+    assert {row[3] for row in found.rows} == {"–"}, "a CPU's peak is not known"
+
+
+def test_what_does_not_fit_is_a_row(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(speed, "_ours", full)
+    found = speed.check(machine)
+    assert [row[1] for row in found.rows][::2] == ["does not fit"] * 2
+    assert found.verdict == "wrong"
+
+
+@pytest.mark.parametrize(("size", "billions"), [(models.LARGE, 0.596), (models.LARGER, 1.72)])
+def test_operations_are_those_of_a_model_of_that_size(size: models.Size, billions: float) -> None:
     """6 a parameter and token of the body, 6 of the head, and attention on top."""
-    made = gpu_check._rows(gpu_check.LARGE)
-    tokens = sum(gpu_check.LARGE.rows)
-    operations = gpu_check._operations(gpu_check.LARGE, made)
-    assert 6 * 0.596e9 * tokens < operations < 1.6 * 6 * 0.596e9 * tokens
+    made = models.random_rows(size.rows, size.config["vocab_size"])
+    tokens = sum(size.rows)
+    assert 6 * billions * 1e9 * tokens < speed.operations_of(size, made)
+    assert speed.operations_of(size, made) < 1.6 * 6 * billions * 1e9 * tokens
+
+
+def test_steps_are_compared_and_a_wrong_one_is_told(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parity.check(machine).verdict == "right"
+    step = parity._step
+
+    def off(variant: parity.Variant, device: str) -> Any:
+        loss, moved = step(variant, device)
+        calls.append(device)
+        if len(calls) % 2:  # every second one is the other device's
+            moved = {name: tensor * 1.01 for name, tensor in moved.items()}
+        return loss, moved
+
+    calls: list[str] = []
+    monkeypatch.setattr(parity, "_step", off)
+    found = parity.check(machine)
+    assert found.verdict == "wrong"
+    assert [row[2] for row in found.rows] == ["1e-02"] * 5
+
+
+def test_a_profile_names_what_takes_the_time(machine: Machine) -> None:
+    found = profile.check(machine)
+    assert any("mm" in row[0] for row in found.rows)
+    trace = json.loads((machine.folder / "step.json").read_text())
+    assert trace["traceEvents"]
+
+
+def test_a_checkpoint_and_an_export_come_back(machine: Machine) -> None:
+    assert checkpoints.check_saved(machine).verdict == "right"
+    found = checkpoints.check_export(machine)
+    assert found.verdict == "right"
+    assert "over 28 tokens" in found.said
+    assert sorted(path.name for path in machine.folder.iterdir()) == []
+
+
+@pytest.mark.slow  # two processes that train; tests/faults has many kills
+def test_a_killed_run_is_compared(machine: Machine) -> None:
+    found = resume.check(machine)
+    assert found.verdict == "right", found
+    assert found.said.endswith("6 of 6 losses agree")
+
+
+def test_what_a_cpu_cannot_say_is_not_run(machine: Machine) -> None:
+    assert memory.check_estimate(machine).verdict == "not run"
+    found = memory.check_long_rows(machine)
+    assert found.verdict == "not run"
+    assert len(found.rows) == 8
+
+
+# The program
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Three checks that run here; the names of those that were run."""
+    ran: list[str] = []
+
+    def in_a_process(check: Check, *_: object) -> dict[str, Any]:
+        ran.append(check.name)
+        return check.run(Machine(CPU, True, tmp_path)).as_json()
+
+    def one(name: str, verdict: Any, seconds: int) -> Check:
+        finding = Finding(verdict=verdict, said=f"{name} it is", header=("a",), rows=[["1"]])
+        return Check(name, seconds, lambda _: finding)
+
+    made = (one("first", "right", 1), one("second", "not run", 50), one("third", "wrong", 1))
+    monkeypatch.setattr(program, "CHECKS", made)
+    monkeypatch.setattr(program, "_in_a_process", in_a_process)
+    return ran
+
+
+def run(folder: Path, *more: str) -> int:
+    return program.main(["--device", "cpu", "--tiny", "--out", str(folder), *more])
+
+
+def test_it_goes_on_where_it_stopped(
+    checks: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--budget-s", "20", "--only", "first", "second") == 3
+    assert checks == ["first"]
+    assert "- not run yet: second" in capsys.readouterr().out
+    assert run(tmp_path, "--only", "first", "second") == 0
+    assert checks == ["first", "second"]
+    assert run(tmp_path) == 1
+    assert checks == ["first", "second", "third"]
+    page = (tmp_path / "page.md").read_text()
+    assert page == capsys.readouterr().out.partition("# What")[1] + page.partition("# What")[2]
+    for line in ("| first | right | 0 | first it is |", "| third | wrong | 0 | third it is |"):
+        assert line in page
+    assert run(tmp_path, "--again", "--only", "third") == 1
+    assert checks[3:] == ["third"]
+
+
+def test_what_another_commit_found_does_not_count(
+    checks: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, "--only", "first")
+    monkeypatch.setattr(program, "commit", lambda: "another")
+    run(tmp_path, "--only", "first")
+    assert checks == ["first", "first"]
+
+
+def test_a_check_that_ends_badly_is_wrong_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    assert run(tmp_path, "--only", "kernels", "collectives") == 1
+    page = capsys.readouterr().out
+    assert page.count("exited with 1") == 2

@@ -27,6 +27,7 @@ from tracegrad_trainer.rl.committed_checkpoint import (
     check_base_model,
     committed_checkpoint_of,
     resume_checkpoint,
+    without_checkpoint,
 )
 from tracegrad_trainer.utils.console import no_progress_bars, print_error
 from tracegrad_trainer.utils.scratch_folder import replacing_folder
@@ -109,7 +110,8 @@ def _of_step(store: Store, settings: TrainerSettings, step: int) -> CommittedChe
     record = StepHistory(store).step(step)
     if record is None:
         raise ExportError(_no_such(settings, step))
-    assert record.checkpoint is not None, "every step has one"
+    if record.checkpoint is None:
+        raise ExportError(f"--step {step}: {without_checkpoint(store, step)}")
     if not any(
         may_exist(folder)
         for folder in (settings.checkpoints / f"step-{step:08d}", Path(record.checkpoint))

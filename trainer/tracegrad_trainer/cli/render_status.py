@@ -123,6 +123,10 @@ def _overview(status: RunStatus) -> PlainTable:
     shown.add_row(
         "turns trained", f"{status.turns_trained}  in {format_count(status.steps_total, 'step')}"
     )
+    if status.pending_steps:
+        first, last = status.pending_steps[0], status.pending_steps[-1]
+        which = f"step {first}" if first == last else f"steps {first} to {last}"
+        shown.add_row("not committed", f"{which}: made, and waiting for a checkpoint")
     if status.late_rewards:
         late = status.late_rewards
         count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")

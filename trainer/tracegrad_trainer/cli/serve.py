@@ -37,7 +37,6 @@ from tracegrad_trainer.launch.run_journal import Ending, RunJournal
 from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
 from tracegrad_trainer.launch.session import (
     NOTHING,
-    RANKS_GRACE_S,
     STOP_SIGNALS,
     StartError,
     StepFeed,
@@ -47,6 +46,7 @@ from tracegrad_trainer.launch.session import (
     max_steps_reached,
     open_store,
     raising_on_stop_signals,
+    stop_ranks,
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
@@ -105,7 +105,12 @@ class ServeStack:
         self.report_stage("stopping")
         self._write_end(error)  # first: what follows takes a while, and may be killed
         for child in reversed(self.children):
-            child.stop(grace_s=RANKS_GRACE_S if child.name == "ranks" else 10)
+            if child.name == "ranks":
+                stop_ranks(
+                    child, self.settings, lambda line: self.console.print(line, highlight=False)
+                )
+            else:
+                child.stop()
         self._write_end(error)  # a step under way is committed by now
         if self.store is not None:
             self.store.close()

@@ -37,6 +37,7 @@ class RunStatus:
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
     failed_versions: list[int]
+    pending_steps: list[int]  # made, and in no checkpoint that is whole: not committed
     turns_captured: int
     turns_trained: int
     not_trained: dict[str, int]  # reason -> turns
@@ -99,6 +100,7 @@ def collect_status(
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),
+        pending_steps=ranks.get("pending", []) if running else [],
         turns_captured=counts.captured,
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},

@@ -18,7 +18,6 @@ from tracegrad_trainer.launch.run_journal import RunJournal
 from tracegrad_trainer.launch.run_state import delete_state, read_state, restore_state
 from tracegrad_trainer.launch.session import (
     NOTHING,
-    RANKS_GRACE_S,
     RefusedError,
     StartError,
     StepFeed,
@@ -27,6 +26,7 @@ from tracegrad_trainer.launch.session import (
     lock_state_folder,
     open_store,
     raising_on_stop_signals,
+    stop_ranks,
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
@@ -159,4 +159,4 @@ def _watch(
         refused = said is not None and not begun
         raise (RefusedError if refused else StartError)(str(said or error)) from None
     finally:
-        ranks.stop(grace_s=RANKS_GRACE_S)
+        stop_ranks(ranks, settings, say)

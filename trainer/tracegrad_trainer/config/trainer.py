@@ -334,6 +334,11 @@ class TrainerSettings(FileSettings):
         return "reference" in self.objective.needs and not own_base
 
     @property
+    def tokens_of_a_rank(self) -> int:
+        """Of a micro-batch, at most: ranks may share one."""
+        return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_parallel)
+
+    @property
     def refills(self) -> bool:
         """Whether groups of equal rewards are replaced within a batch (DAPO, arXiv 2503.14476)."""
         if self.data.refill is None:

@@ -73,8 +73,31 @@ class FsdpSettings(BaseModel):
         description="experts of a mixture: as the router says now, as it said before the batch"
         " (r2), or as the serving engine chose (r3)",
     )
+    context_parallel: int = Field(
+        1,
+        ge=1,
+        description="ranks that share the tokens of a micro-batch: for rows too long for one GPU,"
+        " and where one long row keeps all others waiting",
+    )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
+
+    @model_validator(mode="after")
+    def _context_parallel_suits(self) -> Self:
+        if self.context_parallel == 1:
+            return self
+        said = f"fsdp.context_parallel = {self.context_parallel}"
+        if self.routing != "own":
+            raise ValueError(
+                f"{said}: the routes of a micro-batch's slice are not replayed yet; set"
+                " fsdp.routing = 'own', or fsdp.context_parallel = 1"
+            )
+        if self.attention not in ("auto", "packed", "varlen"):
+            raise ValueError(
+                f"{said} needs attention of ours: set fsdp.attention = 'auto', not"
+                f" {self.attention!r}"
+            )
+        return self
 
 
 class OptimSettings(BaseModel):
@@ -150,10 +173,33 @@ class OptimSettings(BaseModel):
 
 
 class CheckpointSettings(BaseModel):
-    """Every step writes a checkpoint, while training goes on; a few stay."""
+    """How often one is written, while training goes on, and how many stay. Steps are committed, and
+    their turns consumed, when a checkpoint has them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    every_steps: int | None = Field(
+        None,
+        ge=1,
+        description="steps from one to the next; default: 1, or no limit where every_s is set",
+    )
+    every_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="a step that ends so long after the last one began to be written gets one",
+    )
+    idle_s: float = Field(
+        60.0,
+        ge=0,
+        description="where nothing came to train for so long, the steps that no checkpoint has"
+        " get one",
+    )
+    stop_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="on Ctrl-C or SIGTERM, for the checkpoint of the steps that none has yet",
+    )
     keep: int = Field(3, ge=1, description="the newest that stay")
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints of steps that are multiples of this stay too"
@@ -161,3 +207,10 @@ class CheckpointSettings(BaseModel):
     resume_from: int | None = Field(
         None, ge=1, description="go on from this step's where the last one's is not whole any more"
     )
+
+    @property
+    def steps_between(self) -> int | None:
+        """After how many steps one is due; None: by time alone."""
+        if self.every_steps is None and self.every_s is None:
+            return 1
+        return self.every_steps

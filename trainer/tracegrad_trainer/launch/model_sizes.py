@@ -52,7 +52,7 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
     itemsize = _served_itemsize(settings.vllm, on_gpu)
     cached = [_kv_values(layer) for layer in layers]
     longest = settings.vllm.max_model_len or getattr(text, "max_position_embeddings", None) or 4096
-    tokens = settings.batches.tokens_per_micro_batch
+    tokens = settings.tokens_of_a_rank
     most = max(gpus, settings.ranks)
 
     def ranks(fsdp: FsdpSettings) -> dict[int, RankMemory]:

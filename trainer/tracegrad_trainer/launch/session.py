@@ -18,6 +18,7 @@ from tracegrad.proxy.config import SecretUrl
 from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
+from tracegrad_trainer.launch.run_state import read_state
 from tracegrad_trainer.utils.subprocesses import ChildProcess
 
 RANKS_GRACE_S = 30.0
@@ -74,6 +75,21 @@ def open_store(url: SecretUrl) -> Store:
         return Store.open(url)
     except ValueError as error:
         raise StartError(f"proxy.{error}") from None
+
+
+def stop_ranks(ranks: ChildProcess, settings: TrainerSettings, say: Callable[[str], None]) -> None:
+    """They end the step under way; where steps have no checkpoint yet, they may take the time for
+    one, and `say` hears of it."""
+    pending: list[int] = (read_state(settings.state_dir, "ranks") or {}).get("pending", [])
+    grace_s = RANKS_GRACE_S
+    if pending and ranks.exit_code() is None:
+        grace_s = max(grace_s, settings.checkpoint.stop_timeout_s)
+    if len(pending) > 1 and ranks.exit_code() is None:
+        say(
+            f"stopping: steps {pending[0]} to {pending[-1]} get their checkpoint first"
+            f" (at most {grace_s:.0f} s)"
+        )
+    ranks.stop(grace_s=grace_s)
 
 
 def committed_point(store: Store) -> tuple[int, int]:

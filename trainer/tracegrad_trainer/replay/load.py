@@ -33,7 +33,8 @@ class CheckpointMissing(ReplayError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """`groups` are as the step saw them; `checkpoint` None: it began with the model folder.
+    """`groups` are as the step saw them. It began with `checkpoint` (None: the model folder's
+    weights) and the updates of the steps `since` then, which have none of their own, in order.
     `digest` is what the checkpoint's manifest must have, where that is known."""
 
     step: StepRecord
@@ -42,6 +43,7 @@ class RecordedStep:
     trained: frozenset[str]
     checkpoint: Path | None
     digest: str | None = None
+    since: tuple[RecordedStep, ...] = ()
 
     @property
     def rollouts(self) -> list[RolloutSample]:
@@ -66,25 +68,37 @@ def load_recorded_step(
     """
     history = StepHistory(store)
     record = _step(history, number)
-    if record.batch is None:
-        raise ReplayError(
-            f"step {record.step} was recorded before steps said what they were made of: only"
-            " later ones can be replayed (--list)"
-        )
-    batch = StepInputs.model_validate(record.batch)
-    before = None
-    if checkpoint is None:
-        before = checkpoint_before(history, record.step, state_dir, batch.weights)
-    elif not checkpoint.is_dir():
-        raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
+    if checkpoint is not None:
+        if not checkpoint.is_dir():
+            raise ReplayError(f"--checkpoint {checkpoint}: there is no such folder")
+        return _recorded(history, record, checkpoint)
+    began_with = _batch(record).weights
+    before, since = weights_before(history, record, state_dir, began_with)
+    return replace(
+        _recorded(history, record, None if before is None else before.folder),
+        digest=None if before is None else before.digest,
+        since=tuple(_recorded(history, _step(history, one), None) for one in since),
+    )
+
+
+def _recorded(history: StepHistory, record: StepRecord, checkpoint: Path | None) -> RecordedStep:
+    batch = _batch(record)
     return RecordedStep(
         step=replace(record, metrics=current_names(record.metrics)),
         batch=batch,
         groups=_groups(history, record.step, batch),
         trained=frozenset(history.turns_trained(record.step)),
-        checkpoint=checkpoint if before is None else before.folder,
-        digest=None if before is None else before.digest,
+        checkpoint=checkpoint,
     )
+
+
+def _batch(record: StepRecord) -> StepInputs:
+    if record.batch is None:
+        raise ReplayError(
+            f"step {record.step} was recorded before steps said what they were made of: only"
+            " later ones can be replayed (--list)"
+        )
+    return StepInputs.model_validate(record.batch)
 
 
 def list_candidates(store: Store, state_dir: Path, *, limit: int) -> list[ReplayCandidate]:
@@ -97,7 +111,7 @@ def list_candidates(store: Store, state_dir: Path, *, limit: int) -> list[Replay
         problem = None if step.step in recorded else "recorded without its batch"
         try:
             if problem is None:
-                checkpoint_before(history, step.step, state_dir)
+                weights_before(history, step, state_dir)
         except CheckpointMissing:
             problem = "the checkpoint before it is gone"
         except ReplayError:
@@ -109,31 +123,39 @@ def list_candidates(store: Store, state_dir: Path, *, limit: int) -> list[Replay
     return found
 
 
-def checkpoint_before(
-    history: StepHistory, number: int, state_dir: Path, began_with: int | None = None
-) -> CommittedCheckpoint | None:
-    """The checkpoint that the step began with, by default that of the step before; None: it began
-    with the model folder.
+def weights_before(
+    history: StepHistory, record: StepRecord, state_dir: Path, began_with: int | None = None
+) -> tuple[CommittedCheckpoint | None, list[int]]:
+    """What the step began with: a checkpoint (None: the model folder), and the steps since that one
+    that have none of their own. `began_with`, where it is known: of which step's weights.
 
     Raises:
         CheckpointMissing: says which ones are there.
         ReplayError: another one has its place.
     """
-    before = history.before(number)
-    if before is not None and began_with is not None and began_with != before.step:
-        before = history.step(began_with)  # it went on from an older checkpoint
+    since: list[StepRecord] = []
+    before = history.before(record.step)
+    while before is not None and before.checkpoint is None:
+        since.insert(0, before)
+        before = history.before(before.step)
+    first = since[0] if since else record
+    if before is not None and first.parent_digest not in (None, before.manifest_digest):
+        before = history.with_digest(first.parent_digest)  # it went on from an older checkpoint
+    elif not since and before is not None and began_with not in (None, before.step):
+        before = history.step(began_with)
+    numbers = [one.step for one in since]
     if before is None:
-        return None
-    assert before.checkpoint is not None, "every step has one"
+        return None, numbers
+    assert before.checkpoint is not None, "the loop ends there"
     recorded = Path(before.checkpoint)
     root = state_dir / "checkpoints"
     if may_exist(root / recorded.name) or may_exist(recorded):  # the state may have been moved
         try:
-            return committed_checkpoint_of(before, root)
+            return committed_checkpoint_of(before, root), numbers
         except CheckpointError as error:
             raise ReplayError(str(error)) from None
     raise CheckpointMissing(
-        f"step {number} began with the weights of step {before.step}, whose checkpoint is gone"
+        f"step {record.step} began with the weights of step {before.step}, whose checkpoint is gone"
         f" ({recorded}); {_what_is_there(root)}"
     )
 

@@ -91,7 +91,11 @@ def _what(replay: ReplayResult) -> PlainTable:
         + (f", {not_trained.total()} not: {reasons}" if reasons else ""),
     )
     folder = recorded.checkpoint
-    shown.add_row("weights", "the model folder's" if folder is None else _from_here(folder))
+    weights = "the model folder's" if folder is None else _from_here(folder)
+    if recorded.since:
+        numbers = ", ".join(str(one.step.step) for one in recorded.since)
+        weights += f", and step{'s' * (len(recorded.since) > 1)} {numbers} trained again"
+    shown.add_row("weights", weights)
     return shown
 
 

@@ -114,6 +114,7 @@ class ReplayResult:
             "step": step.step,
             "version": step.version,
             "checkpoint": None if (path := self.recorded.checkpoint) is None else str(path),
+            "trained_again": [one.step.step for one in self.recorded.since],
             "equal": self.equal,
             "differing": self.differing,
             "other": self.other_name if self.other is not None else None,
@@ -143,7 +144,8 @@ def replay(store: Store, state_dir: Path, asked: ReplayRequest) -> ReplayResult:
         other = _resolved(with_other_objective(stored, asked), asked.other_name)
         _check_possible(recorded, settings[0], other, asked.other_name)
         settings.append(other)
-    ran = run_job(ReplayJob(recorded, settings))
+    with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
+        ran = run_job(ReplayJob(recorded, settings, Path(folder)))
     return ReplayResult(
         recorded=recorded,
         replayed=ran[0],
@@ -161,22 +163,21 @@ def run_job(job: ReplayJob) -> list[ReplayRun]:
     ranks = job.recorded.batch.ranks
     if ranks == 1:
         return run_on_this_rank(job)
-    with tempfile.TemporaryDirectory(prefix="tracegrad-replay-") as folder:
-        path = Path(folder) / "job"
-        path.write_bytes(pickle.dumps(job))
-        command = torchrun_command(ranks, "tracegrad_trainer.replay.replay", str(path))
-        env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
-        child = ChildProcess("replay", command, log=Path(folder) / "log", env=env)
-        child.start()
-        result, error = path.with_suffix(".result"), path.with_suffix(".error")
-        try:
-            child.wait_until_ready(result.exists, timeout_s=REPLAY_TIMEOUT_S)
-        except ChildError as ended:
-            raise ReplayError(error.read_text() if error.exists() else str(ended)) from None
-        finally:
-            child.stop()
-        found: list[ReplayRun] = pickle.loads(result.read_bytes())
-        return found
+    path = job.folder / "job"
+    path.write_bytes(pickle.dumps(job))
+    command = torchrun_command(ranks, "tracegrad_trainer.replay.replay", str(path))
+    env = {"OMP_NUM_THREADS": str(job.recorded.batch.threads)}
+    child = ChildProcess("replay", command, log=job.folder / "log", env=env)
+    child.start()
+    result, error = path.with_suffix(".result"), path.with_suffix(".error")
+    try:
+        child.wait_until_ready(result.exists, timeout_s=REPLAY_TIMEOUT_S)
+    except ChildError as ended:
+        raise ReplayError(error.read_text() if error.exists() else str(ended)) from None
+    finally:
+        child.stop()
+    found: list[ReplayRun] = pickle.loads(result.read_bytes())
+    return found
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -259,10 +260,10 @@ def _check_possible(
             f"{name}: it learns from pairs, and a step was made of groups: see `trainer sft`"
         )
     new = other.objective.needs - own.objective.needs
-    if "value" in new and recorded.checkpoint is not None:
+    if "value" in new and (recorded.checkpoint is not None or recorded.since):
         raise ReplayError(
-            f"{name}: it learns values, and the checkpoint {recorded.checkpoint.name} has no value"
-            " head: step 1, which begins with the model folder, can be tried"
+            f"{name}: it learns values, and the weights that step {recorded.step.step} began with"
+            " have no value head: step 1, which begins with the model folder, can be tried"
         )
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import monotonic
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import TrainingSelection, pack, select
+from tracegrad_trainer.batches import TrainingSelection, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     CheckpointError,
@@ -25,7 +26,11 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     train_batch,
 )
+from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.random_state import seed_all
+from tracegrad_trainer.engine.step.learner import Learner
+from tracegrad_trainer.engine.step.result import StepResult
+from tracegrad_trainer.engine.step.train_batch import deal_rows
 from tracegrad_trainer.losses import compute_advantages
 from tracegrad_trainer.replay.load import RecordedStep, ReplayError, check_selection
 from tracegrad_trainer.replay.turn_contributions import TurnContribution, turn_contributions
@@ -38,10 +43,12 @@ from tracegrad_trainer.rl.build_learner import (
 
 @dataclass(frozen=True, slots=True)
 class ReplayJob:
-    """One recorded step, trained under each of the settings; the first ones are its own."""
+    """One recorded step, trained under each of the settings; the first ones are its own. `folder`
+    is for the checkpoint that it began with, where that must be made again."""
 
     recorded: RecordedStep
     settings: list[TrainerSettings]
+    folder: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +75,14 @@ def run_on_this_rank(job: ReplayJob) -> list[ReplayRun]:
         with ExitStack() as stack:
             mesh = init_process_group(layout)
             stack.callback(destroy_process_group)
+            recorded = job.recorded
+            if recorded.since:
+                made = _make_checkpoint(recorded, first, mesh, job.folder)
+                recorded = replace(recorded, checkpoint=made, digest=None)
             return [
                 ran
                 for number, settings in enumerate(job.settings)
-                if (ran := _run(job.recorded, settings, mesh, own=number == 0)) is not None
+                if (ran := _run(recorded, settings, mesh, own=number == 0)) is not None
             ]
     except CheckpointError as error:
         raise ReplayError(str(error)) from None
@@ -79,14 +90,50 @@ def run_on_this_rank(job: ReplayJob) -> list[ReplayRun]:
         torch.set_num_threads(threads)
 
 
-def _run(
-    recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh, *, own: bool
-) -> ReplayRun | None:
-    began = monotonic()
+def _make_checkpoint(
+    recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh, folder: Path
+) -> Path:
+    """That of the step before: the steps since the last checkpoint are trained again. They were
+    made by one process, as this one was: with the same settings, ranks and threads."""
+    learner = _learner(recorded, settings, mesh)
+    for one in recorded.since:
+        selection = _selection(one, settings, model_vocab_size(learner.model))
+        left = selection.without_rows(one.batch.dropped_rows, "non_finite")
+        check_selection(one, left.trained, left.skipped)
+        _train(learner, selection, settings, one.batch.version)
+    saver = CheckpointSaver(folder)
+    made = saver.start(learner, recorded.since[-1].step.step, {})
+    saver.wait()
+    return made
+
+
+def _learner(recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
+    """With the weights of the recorded checkpoint, or the model folder's."""
     seed_all(settings.seed + mesh.get_local_rank())  # as a trainer that starts
     learner = build_learner(settings, mesh, adamw=recorded.batch.adamw)
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
+    return learner
+
+
+def _train(
+    learner: Learner, selection: TrainingSelection, settings: TrainerSettings, version: int
+) -> StepResult:
+    return train_batch(
+        learner,
+        selection.rows if dist.get_rank() == 0 else None,
+        version=version,
+        budget=settings.batches.tokens_per_micro_batch,
+        seed=settings.seed,
+        share=settings.step_share(selection.stats["groups_trained"]),
+    )
+
+
+def _run(
+    recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh, *, own: bool
+) -> ReplayRun | None:
+    began = monotonic()
+    learner = _learner(recorded, settings, mesh)
     # On every rank, though rank 0's rows are those that are trained: so all of them fail, or none.
     selection = _selection(recorded, settings, model_vocab_size(learner.model))
     if own:
@@ -95,18 +142,11 @@ def _run(
     version, budget = recorded.batch.version, settings.batches.tokens_per_micro_batch
     shares = turn_contributions(
         learner,
-        pack(selection.rows, ranks=mesh.size(), budget=budget)[dist.get_rank()],
+        deal_rows(learner.engine, selection.rows, budget=budget)[0],
         version=version,
         rows=selection.rows,
     )
-    done = train_batch(
-        learner,
-        selection.rows if dist.get_rank() == 0 else None,
-        version=version,
-        budget=budget,
-        seed=settings.seed,
-        share=settings.step_share(selection.stats["groups_trained"]),
-    )
+    done = _train(learner, selection, settings, version)
     if dist.get_rank() != 0:
         return None
     left = selection.without_rows(done.dropped, "non_finite")

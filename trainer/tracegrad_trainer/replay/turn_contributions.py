@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,8 +70,7 @@ def turn_contributions(
         mine |= of_turns
         units += part
     engine.reshard()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (mine, units))
+    everyone = engine.all_gather((mine, units))
     if dist.get_rank() != 0:
         return []
     found = {key: values for one, _ in everyone for key, values in one.items()}

@@ -14,7 +14,10 @@ from tracegrad_trainer.batches import RoutingLayout
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, OptimSettings, build_sharded
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
+from tracegrad_trainer.engine.context_parallel import ContextParallel
+from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.model import memory, router_replay
+from tracegrad_trainer.engine.model.context_trial import check_context_parallel
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.losses.logprob_gap import precision_of
 
@@ -32,7 +35,10 @@ def build_learner(
         ValueError: there is no such model, or it cannot be trained with these settings.
     """
     values = "value" in settings.objective.needs
+    context = ContextParallel.of(mesh, settings.fsdp.context_parallel)
     model = build_sharded(settings.model, mesh, settings.fsdp, values=values)
+    if context is not None:
+        check_context_parallel(model, context, compute_device(mesh))
     reference = None
     if settings.needs_reference_model:
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
@@ -42,6 +48,7 @@ def build_learner(
         settings.objective,
         optim or settings.optim,
         reshard=settings.fsdp.reshard,
+        context=context,
         reference=reference,
         adamw=adamw,
         serving=precision_of(settings.vllm.serving_dtype),

@@ -13,6 +13,7 @@ from pathlib import Path
 from tracegrad.events import Json
 from tracegrad.store import StepHistory, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import MANIFEST_NAME, manifest_digest
+from tracegrad.store.types import Readable
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.base_model import (
     BaseModelRecord,
@@ -49,7 +50,8 @@ def committed_checkpoint_of(record: StepRecord, root: Path) -> CommittedCheckpoi
     Raises:
         CheckpointError: it is nowhere; one line says which step, folder and run disagree.
     """
-    assert record.checkpoint is not None, "every step has one"
+    if record.checkpoint is None:
+        raise CheckpointError(f"step {record.step} has no checkpoint of its own")
     recorded = Path(record.checkpoint)
     here = root / recorded.name
     if record.manifest_digest is None:
@@ -85,10 +87,24 @@ def resume_checkpoint(store: Store, settings: TrainerSettings) -> CommittedCheck
             raise CheckpointError(
                 f"checkpoint.resume_from = {other}: no step {other} was committed"
             ) from None
+        if record.checkpoint is None:
+            raise CheckpointError(
+                f"checkpoint.resume_from = {other}: {without_checkpoint(store, other)}"
+            ) from None
         found = committed_checkpoint_of(record, settings.checkpoints)
         read_manifest(found.folder)
     check_base_model(store, settings, found)
     return found
+
+
+def without_checkpoint(store: Readable, step: int) -> str:
+    """Of a step that has none of its own: why, and which steps around it have one."""
+    history = StepHistory(store)
+    around = (history.last_checkpoint_before(step), history.first_checkpoint_after(step))
+    return (
+        f"step {step} has no checkpoint of its own (checkpoint.every_steps, every_s);"
+        f" {' and '.join(f'step {one.step}' for one in around if one)} can be taken"
+    )
 
 
 def base_model_of(settings: TrainerSettings) -> Json:

@@ -11,7 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -22,6 +22,7 @@ from tracegrad.store import (
     Group,
     LeaseLost,
     Ledger,
+    StepCommit,
     StepRecord,
     Store,
     lease_by_rollout,
@@ -245,26 +246,18 @@ class Coordinator:
         self.ledger.release(groups)
         self.leases.drop(groups)
 
-    def commit(
+    def record(
         self,
         batch: LeasedBatch,
         *,
         step: int,
         version: int,
         metrics: Json,
-        checkpoint: str,
         dropped_rows: Collection[int],
-        weights: int | None = None,
-        manifest_digest: str | None = None,
-        parent_digest: str | None = None,
-    ) -> StepRecord:
-        """The step and exactly its turns, in one transaction. `weights`: of which step it began
-        with, whose checkpoint's manifest has the `parent_digest`.
-
-        Raises:
-            LedgerError: a turn or a lease is another's by now, or the step's number is; then
-                nothing is stored.
-        """
+        weights: int,
+    ) -> StepCommit:
+        """The step as the ledger is to have it, less what is known of its checkpoint later.
+        `weights`: of which step it began with."""
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
         inputs = StepInputs.of(
             batch.groups,
@@ -281,21 +274,26 @@ class Coordinator:
             version=version,
             settings=self.settings.stored(),
             metrics={**selection.stats, **self._late_rewards(), **metrics},
-            checkpoint=checkpoint,
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
-            manifest_digest=manifest_digest,
-            parent_digest=parent_digest,
         )
-        self.ledger.commit_step(
-            made,
+        return StepCommit(
+            step=made,
             trained=selection.trained,
             skipped=selection.skipped,
             rollouts=selection.rollouts,
             leases=lease_by_rollout(batch.groups),
         )
-        self.leases.drop(batch.groups)
-        return made
+
+    def commit(self, commits: Sequence[StepCommit], groups: Sequence[Group]) -> None:
+        """The steps and exactly their turns, in one transaction; `groups` is all they had leased.
+
+        Raises:
+            LedgerError: a turn or a lease is another's by now, or a step's number is; then
+                nothing is stored.
+        """
+        self.ledger.commit_steps(commits)
+        self.leases.drop(groups)
 
     def _late_rewards(self) -> dict[str, float]:
         """Those that came since the step before, and after training of their rollouts."""
@@ -315,9 +313,9 @@ class Coordinator:
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
         self._consume(batch.groups, skipped)
 
-    def release(self, *batches: LeasedBatch | None) -> None:
-        """What was leased and not trained is free for the next start."""
-        groups = [group for batch in batches if batch is not None for group in batch.groups]
+    def release(self, groups: Sequence[Group]) -> None:
+        """What was leased and not committed is free for the next start; `groups` beside those that
+        were to become a batch."""
         self._let_go([*self._held, *groups])
         self._held = []
 
@@ -370,6 +368,14 @@ def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
         f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
         f" version {point.version}; the next step is {point.step + 1}"
     )
+
+
+def without_turns(groups: Sequence[Group]) -> list[Group]:
+    """What is needed to give them back, or to let go of their leases."""
+    return [
+        replace(group, rollouts=[replace(one, turns=[]) for one in group.rollouts])
+        for group in groups
+    ]
 
 
 def has_equal_rewards(group: Group) -> bool:

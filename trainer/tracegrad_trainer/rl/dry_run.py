@@ -118,7 +118,8 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         left = left[len(groups) :]
         selection = choose(groups)
     titles = _titles(store, groups, peek.incomplete)
-    packed = pack(selection.rows, ranks=settings.ranks, budget=batches.tokens_per_micro_batch)
+    ranks = max(1, settings.ranks // settings.fsdp.context_parallel)
+    packed = pack(selection.rows, ranks=ranks, budget=batches.tokens_per_micro_batch)
     return StepPlan(
         step=point.step + 1,
         version=point.version,

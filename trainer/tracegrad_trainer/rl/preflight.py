@@ -12,6 +12,7 @@ from tracegrad.store.read.rollouts import count_untrained
 from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import asked_quantization
+from tracegrad_trainer.engine import context_parallel
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.distributed import compute_dtype, pick_device
 from tracegrad_trainer.engine.model import memory
@@ -55,12 +56,15 @@ def check_memory(
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
+    shared = settings.fsdp.context_parallel
+    if world % shared:
+        raise ValueError(context_parallel.not_divisible(world, shared))
     memory.check_fits_memory(
         settings.model,
         settings.fsdp,
         ranks=world,
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        tokens=settings.batches.tokens_per_micro_batch,
+        tokens=settings.tokens_of_a_rank,
         vocabulary=vocabulary,
         free=free,
         reference=settings.needs_reference_model,

@@ -51,8 +51,10 @@ class ServeWorker:
         while (task := training.next_action()) != "stop":
             if task == "train":
                 self._train()
-            elif task == "settle":
-                training.commit_pending()
+            elif task == "commit":
+                training.commit_saved()
+            elif task == "save":
+                training.save()
         training.commit_pending()
 
     def _train(self) -> None:
@@ -85,10 +87,9 @@ class ServeWorker:
         """
         training = self.training
         training.report_stage("pushing")
-        batch = training.pending.batch if training.pending else None
-        if batch is not None:
+        if training.trained_rows:
             self._record("pushing", {})
-        published = self.publisher.publish(training.version, batch.selection.rows if batch else [])
+        published = self.publisher.publish(training.version, training.trained_rows)
         error, lost = run_on_rank_zero(lambda: self._record_push_result(published))
         training.watch.lap("push")
         if error is None:

@@ -4,23 +4,19 @@ Every rank makes the same calls in the same order. Rank 0 alone has a coordinato
 the store; what it finds out reaches the others through `run_on_rank_zero`. There are no endpoints
 here: `trainer step` runs this as it is, `trainer serve` adds the weight push (`serve_worker`).
 
-A step is committed only when its weights are on the disk, and a checkpoint is written while
-training goes on: so a step stays *pending* until its checkpoint is whole. What is killed before
-that is made again from the step before, of the same turns, which nobody else could lease.
+A step is committed only when a checkpoint has it, and that is written while training goes on: until
+then it is *pending* (`pending_steps`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from tracegrad.events import Json
-from tracegrad.store import LedgerError, Store, StoreError
-from tracegrad.store.checkpoint_manifest import manifest_digest
+from tracegrad.store import Store, StoreError
+from tracegrad_trainer.batches import Row
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
     destroy_process_group,
@@ -28,8 +24,6 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     train_batch,
 )
-from tracegrad_trainer.engine.checkpoint.manifest import discard_checkpoint
-from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.distributed import compute_dtype, take_peak_memory
 from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
@@ -37,33 +31,23 @@ from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.build_learner import build_learner, model_vocab_size
-from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, base_model_of
+from tracegrad_trainer.rl.committed_checkpoint import base_model_of
 from tracegrad_trainer.rl.coordinator import (
     Coordinator,
     LeasedBatch,
     RolloutSupply,
     describe_resume,
+    without_turns,
 )
+from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
-# What to do next: a batch is at hand; the pending step can be committed; nothing; end.
-NextAction = Literal["train", "settle", "idle", "stop"]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingStep:
-    """A step that was made and waits for its checkpoint."""
-
-    step: int
-    version: int
-    metrics: Json
-    folder: Path
-    dropped_rows: tuple[int, ...]
-    batch: LeasedBatch | None  # rank 0's
-    parent: CommittedCheckpoint | None  # the weights that it began with; None: the model folder's
+# What to do next: a batch is at hand; a checkpoint is whole, and its steps can be committed; steps
+# without one wait for long; nothing; end.
+NextAction = Literal["train", "commit", "save", "idle", "stop"]
 
 
 class TrainLoop:
@@ -82,11 +66,9 @@ class TrainLoop:
         self.stopping = stopping
         self.step = 0  # the last optimizer step that was made
         self.version = 0  # the policy version of the learner's weights
-        # The last committed step's, or what was gone on from; None: the model folder's.
-        self.parent: CommittedCheckpoint | None = None
         self.policy_moved = False  # by the last step; not where a value head alone learnt
         self.batch: LeasedBatch | None = None  # rank 0's; the others never see it whole
-        self.pending: PendingStep | None = None
+        self.trained_rows: Sequence[Row] = ()  # of the last step; rank 0's
         self.watch = Stopwatch()
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
@@ -115,8 +97,8 @@ class TrainLoop:
                 vocabulary=model_vocab_size(self.learner.model),
             )
             stack.callback(lambda: self.leading.leases.close())
-            stack.callback(self._release)
-        self.saver = CheckpointSaver(settings.checkpoints)
+        self.pending = PendingSteps(settings, self.coordinator, self.sinks)
+        stack.callback(self._release)
 
     def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:
@@ -127,7 +109,7 @@ class TrainLoop:
         point = run_on_rank_zero(lambda: self.leading.resume_point())
         if point.weights is not None:
             kept = load_checkpoint(self.learner, point.weights.folder, digest=point.weights.digest)
-            self.parent = point.weights
+            self.pending.parent = point.weights
             if self.coordinator is not None:
                 self.coordinator.memory = kept["memory"]
         self.step, self.version = point.step, point.version
@@ -151,21 +133,23 @@ class TrainLoop:
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
         self.report_stage("waiting")
-        self.batch = self.leading.next_batch(self.version, interrupted=self._written)
+        self.batch = self.leading.next_batch(
+            self.version, interrupted=lambda: self.pending.is_written
+        )
         if self.batch is not None:
             return "train"
-        return "settle" if self._written() else "idle"
-
-    def _written(self) -> bool:
-        return self.pending is not None and not self.saver.busy
+        if self.pending.is_written:
+            return "commit"
+        return "save" if self.pending.is_idle else "idle"
 
     def train_batch(self) -> bool:
-        """The optimizer steps on the batch at hand; the checkpoint begins to be written.
+        """The optimizer steps on the batch at hand; a checkpoint begins to be written, if one is
+        due.
 
         False: the step did not change the weights, and its batch was consumed as skipped.
 
         Raises:
-            LedgerError: part of the batch is another's by now, or the step before it was refused;
+            LedgerError: part of the batch is another's by now, or a step before it was refused;
                 nothing of either is kept.
         """
         self.report_stage("training")
@@ -183,30 +167,36 @@ class TrainLoop:
         if not done.applied:
             run_on_rank_zero(self._give_up)
             return False
-        self.commit_pending()
+        due, written = run_on_rank_zero(
+            lambda: (self.pending.is_due(more=1), self.pending.is_written)
+        )
+        if due or written:
+            self.commit_saved()
         run_on_rank_zero(self._check)  # before anything of it is written or served
         # What is served already is not pushed again, and keeps its number: what it samples is
         # on-policy as before.
         self.policy_moved = done.policy_moved
         self.step, self.version = self.step + 1, self.version + self.policy_moved
-        memory = self.coordinator.memory if self.coordinator is not None else {}
-        counters = {"version": self.version, "memory": memory}
-        parent = self.parent.as_parent() if self.parent and is_rank_zero() else None
-        folder = self.saver.start(
-            self.learner, self.step, counters, parent=parent, base=self.base_model
-        )
-        self.watch.lap("checkpoint")
-        self.pending = PendingStep(
-            self.step,
-            self.version,
-            done.metrics | self._speed(done) | {"seconds": self.watch.take()},
-            folder,
-            done.dropped,
-            self.batch,
-            self.parent,
-        )
+        if due:
+            self._save()
+        self.pending.add(self._pending_step(done))
+        self.trained_rows = () if self.batch is None else self.batch.selection.rows
         self.batch = None
+        self._report_pending()
         return True
+
+    def _pending_step(self, done: StepResult) -> PendingStep:
+        if self.batch is None:
+            return PendingStep(self.step)
+        made = self.leading.record(
+            self.batch,
+            step=self.step,
+            version=self.version,
+            metrics=done.metrics | self._speed(done) | {"seconds": self.watch.take()},
+            dropped_rows=done.dropped,
+            weights=self.pending.last,
+        )
+        return PendingStep(self.step, made, without_turns(self.batch.groups))
 
     def _share(self) -> float:
         """Rank 0's counts."""
@@ -228,52 +218,41 @@ class TrainLoop:
         memory = take_peak_memory(self.learner.device)
         return speed if memory is None else speed | {"memory_peak": float(memory)}
 
+    def save(self) -> None:
+        """Begins the checkpoint of the steps that none has yet."""
+        self.report_stage("saving")
+        self._save()
+
     def commit_pending(self) -> None:
-        """Commits the step that is pending, if one is, when its checkpoint is whole.
+        """Commits every step that was made, once a checkpoint has it.
 
         Raises:
-            CheckpointError: it could not be written; the step is not committed.
-            LedgerError: the ledger refused the step; its checkpoint is gone.
+            CheckpointError: it could not be written; its steps are not committed.
+            LedgerError: the ledger refused a step; the checkpoint is gone.
         """
-        pending = self.pending
-        if pending is None:
-            return
-        self.saver.wait()
+        self.commit_saved()
+        if len(self.pending):
+            self.save()
+            self.commit_saved()
+
+    def _save(self) -> None:
+        memory = self.coordinator.memory if self.coordinator is not None else {}
+        counters = {"version": self.version, "memory": memory}
+        self.pending.save(self.learner, self.step, counters, self.base_model)
         self.watch.lap("checkpoint")
-        self.parent = run_on_rank_zero(lambda: self._commit(pending))
-        self.pending = None
-        # Only now: until here a restart would have gone on from the one before.
-        policy = self.settings.checkpoint
-        self.saver.prune(keep=policy.keep, keep_every=policy.keep_every)
+
+    def commit_saved(self) -> None:
+        """Commits the steps of the checkpoint that is being written, when it is whole."""
+        self.pending.await_written()
+        self.watch.lap("checkpoint")
+        self.pending.commit_saved()
+        self._report_pending()
         self.watch.lap("commit")
 
-    def _commit(self, pending: PendingStep) -> CommittedCheckpoint:
-        assert pending.batch is not None
-        parent = pending.parent
-        digest = manifest_digest(pending.folder)
-        try:
-            record = self.leading.commit(
-                pending.batch,
-                step=pending.step,
-                version=pending.version,
-                metrics=pending.metrics,
-                checkpoint=str(pending.folder),
-                dropped_rows=pending.dropped_rows,
-                weights=parent.step if parent else 0,
-                manifest_digest=digest,
-                parent_digest=parent.digest if parent else None,
-            )
-        except LedgerError as error:
-            discard_checkpoint(
-                pending.folder
-            )  # nobody may take it for the step's that has the number
-            raise type(error)(
-                f"{error}; this run's step {pending.step} is given up and its checkpoint removed:"
-                " start again to go on from the last committed step, or give the run a store of"
-                " its own (proxy.store)"
-            ) from error
-        self.sinks.step(record)
-        return CommittedCheckpoint(pending.step, pending.folder, digest, record.run_id)
+    def _report_pending(self) -> None:
+        """For `trainer status`, and for who ends this process."""
+        if self.state is not None:
+            self.state.update(pending=self.pending.numbers)
 
     def _give_up(self) -> None:
         assert self.batch is not None
@@ -284,6 +263,6 @@ class TrainLoop:
     def _release(self) -> None:
         """What an error left untrained, or uncommitted, is free for the next start."""
         if self.coordinator is not None:
-            pending = self.pending.batch if self.pending else None
+            groups = self.pending.groups + (self.batch.groups if self.batch else [])
             with suppress(StoreError):
-                self.coordinator.release(self.batch, pending)
+                self.coordinator.release(groups)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,7 +33,7 @@ def evaluate_held_out(
     learner: Learner, rows: Sequence[Row] | None, preset: Preset, *, budget: int
 ) -> EvalResult:
     """Of rank 0's `rows` (None on the others); every rank calls, and all learn the same."""
-    batches, _ = deal_rows(rows, budget=budget)
+    batches, _ = deal_rows(learner.engine, rows, budget=budget)
     now = learner.logprobs(batches)
     before = now if preset == "sft" else _reference(learner, batches)
     total = torch.zeros(3, dtype=torch.float64)  # loss, right, how many
@@ -47,7 +46,7 @@ def evaluate_held_out(
     else:
         for batch, logp, reference in measured:
             total += _sums(batch, logp, reference, preset, learner)
-        dist.all_reduce(total, dist.ReduceOp.SUM)
+        learner.engine.all_reduce_sum(total)
     loss, right, count = total.tolist()
     return EvalResult(loss / max(count, 1.0), right / max(count, 1.0))
 
@@ -88,10 +87,8 @@ def _of_labelled(measured: Sequence[tuple[MicroBatch, Tensor, Tensor]], learner:
         keys = (batch.rollout_keys[batch.row].tolist(), batch.label[batch.row].tolist())
         for key, label, gain in zip(*keys, (logp - reference).tolist(), strict=True):
             mine[key, label] += gain
-    everyone: list[Counter[Any]] = [Counter()] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     gain_of: Counter[Any] = Counter()
-    for one in everyone:
+    for one in learner.engine.all_gather(mine):
         gain_of.update(one)
     moved = torch.tensor([label * value for (_, label), value in gain_of.items() if label]).double()
     # Without z, which is of a training batch: the loss around 0.

@@ -49,6 +49,7 @@ from tracegrad.store.types import (
     LeasePreview,
     LeaseRecord,
     LostLease,
+    StepCommit,
     StepRecord,
     TurnDisposition,
 )
@@ -207,6 +208,27 @@ class Ledger:
         with self._store.reading() as connection:
             return load(connection, LeaseRecord, query)
 
+    def commit_steps(self, commits: Sequence[StepCommit]) -> None:
+        """The steps in order, a row for each of their turns, their rollouts consumed: all in one
+        transaction. Steps whose weights are in one checkpoint are committed together.
+
+        Raises, and then nothing is stored:
+            AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.
+            LeaseLost: a rollout is not under its lease any more; says who has it now.
+            LedgerError: a step is in the ledger already, began with weights that no committed
+                step has, names something twice, or something unknown.
+        """
+
+        def commit(connection: Connection) -> None:
+            for one in commits:
+                refuse_step(connection, one.step)
+                connection.execute(insert(Steps), column_values(one.step, Steps))
+                _record(
+                    connection, one.step.step, one.trained, one.skipped, one.rollouts, one.leases
+                )
+
+        self._exclusively(commit)
+
     def commit_step(
         self,
         step: StepRecord,
@@ -216,26 +238,11 @@ class Ledger:
         rollouts: Sequence[str],
         leases: Mapping[str, str] = NO_LEASES,
     ) -> None:
-        """The step, a row for each of its turns, its rollouts consumed: one transaction.
-
-        `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are
-        in neither came in after the lease and are skipped as "late". `leases` maps rollouts to
-        the leases that they were given out under (`lease_by_rollout`); one that is not in it must
-        not be leased to anybody.
-
-        Raises, and then nothing is stored:
-            AlreadyTrained: a turn is in the ledger already, or a rollout is consumed.
-            LeaseLost: a rollout is not under its lease any more; says who has it now.
-            LedgerError: the step is in the ledger already, began with weights that no committed
-                step has, names something twice, or something unknown.
-        """
-
-        def commit(connection: Connection) -> None:
-            refuse_step(connection, step)
-            connection.execute(insert(Steps), column_values(step, Steps))
-            _record(connection, step.step, trained, skipped, rollouts, leases)
-
-        self._exclusively(commit)
+        """`commit_steps` of one, by the fields of a `StepCommit`."""
+        one = StepCommit(
+            step=step, trained=trained, skipped=skipped, rollouts=rollouts, leases=leases
+        )
+        self.commit_steps([one])
 
     def commit_skipped(
         self,

@@ -31,7 +31,8 @@ _WEIGHED = (
 @dataclass(frozen=True, slots=True)
 class _Step:
     """`folder` is its checkpoint's; `began` the step of the weights that it began with (0: the
-    model folder's), `state_dir` that of its settings. None: it does not say."""
+    model folder's), `state_dir` that of its settings. None: it does not say; without a folder, a
+    later step's checkpoint has its weights' update."""
 
     step: int
     folder: Path | None
@@ -175,13 +176,15 @@ def _parent(step: _Step, steps: dict[int, _Step]) -> Iterator[Finding]:
         yield _unchained(step, f"it began with the weights of step {step.began}, a later one")
     elif step.began == 0 and before:
         yield _unchained(step, f"it began with the model folder's weights, after step {before}")
-    elif began is not None and step.digest is None:
+    elif began is not None and step.folder is not None and step.digest is None:
         yield from _other_folder(step, began)
-    elif began is not None and step.parent_digest != began.digest:
+    elif began is not None and step.parent_digest != (
+        last := began.parent_digest if began.folder is None else began.digest
+    ):
         yield _unchained(
             step,
             f"it began with weights of digest {_short(step.parent_digest)}, and step {step.began} "
-            f"was committed with {_short(began.digest)}",
+            f"was committed with {_short(last)}",
         )
     if 0 < step.began < before:
         yield Finding(

@@ -55,6 +55,33 @@ class StepHistory:
         found = self._read(query)
         return found[0] if found else None
 
+    def with_digest(self, digest: str) -> StepRecord | None:
+        """The step whose checkpoint's manifest has this digest."""
+        found = self._read(select(*_SUMMARY_COLUMNS).where(Steps.manifest_digest == digest))
+        return found[0] if found else None
+
+    def last_checkpoint_before(self, step: int) -> StepRecord | None:
+        """The last step before it that has a checkpoint."""
+        query = (
+            select(*_SUMMARY_COLUMNS)
+            .where(Steps.step < step, Steps.checkpoint.is_not(None))
+            .order_by(Steps.step.desc())
+            .limit(1)
+        )
+        found = self._read(query)
+        return found[0] if found else None
+
+    def first_checkpoint_after(self, step: int) -> StepRecord | None:
+        """The first step behind it that has a checkpoint: that one has its weights' updates too."""
+        query = (
+            select(*_SUMMARY_COLUMNS)
+            .where(Steps.step > step, Steps.checkpoint.is_not(None))
+            .order_by(Steps.step)
+            .limit(1)
+        )
+        found = self._read(query)
+        return found[0] if found else None
+
     def steps_with_batch(self, limit: int) -> set[int]:
         """Which of the last `limit` steps say what they were made of."""
         # Nothing is stored as NULL or as JSON's null.

@@ -219,6 +219,20 @@ def test_a_process_that_is_gone_does_not_run(store: Store, tmp_path: Path) -> No
     assert read_state(tmp_path, "serve") is None
 
 
+def test_steps_that_wait_for_a_checkpoint_are_shown(store: Store, tmp_path: Path) -> None:
+    ranks = RunState(tmp_path, "ranks")
+    ranks.update(stage="training", pending=[4, 5, 6])
+    assert collect_status(store, tmp_path).pending_steps == [], "they died with their trainer"
+    RunState(tmp_path, "serve").update(stage="serving")
+    found = collect_status(store, tmp_path)
+    assert found.pending_steps == [4, 5, 6]
+    assert "steps 4 to 6: made, and waiting for a checkpoint" in printed(found, 200)
+    ranks.update(pending=[7])
+    assert "step 7: made" in printed(collect_status(store, tmp_path), 200)
+    ranks.update(pending=[])
+    assert "not committed" not in printed(collect_status(store, tmp_path), 200)
+
+
 def test_lines_of_the_journal_that_cannot_be_read_are_counted(store: Store, tmp_path: Path) -> None:
     RunJournal(tmp_path, "trainer serve", step=3, version=3).end("done", "", step=3)
     assert "damaged" not in printed(collect_status(store, tmp_path), 200)

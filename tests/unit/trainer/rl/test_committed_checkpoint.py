@@ -72,7 +72,7 @@ def killed_before_the_commit(settings: TrainerSettings) -> None:
         training.resume()
         assert training.next_action() == "train"
         assert training.train_batch()
-        training.saver.wait()
+        training.pending.saver.wait()
 
 
 def forget_digests(settings: TrainerSettings) -> None:

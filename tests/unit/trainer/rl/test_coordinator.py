@@ -253,9 +253,10 @@ def test_a_step_records_what_it_was_made_of(make: Make) -> None:
     coordinator.store.record_version(PolicyVersion(7, None, "failed"))
     batch = coordinator.next_batch(9)
     assert batch is not None
-    coordinator.commit(
-        batch, step=1, version=10, metrics={"loss": 0.5}, checkpoint="c", dropped_rows=[1]
+    made = coordinator.record(
+        batch, step=1, version=10, metrics={"loss": 0.5}, dropped_rows=[1], weights=0
     )
+    coordinator.commit([made], batch.groups)
     step = Ledger(coordinator.store).last_step()
     assert step is not None
     record = StepInputs.model_validate(step.batch)
@@ -277,7 +278,7 @@ def test_what_is_released_is_leased_again_at_once(make: Make) -> None:
     coordinator = make(supply=OFFLINE)
     fill(coordinator.settings.proxy.store, groups=2)
     batch = coordinator.next_batch(0)
-    coordinator.release(batch, None)
+    coordinator.release(batch.groups)
     other = make(supply=OFFLINE)
     other.owner = "another"
     assert groups_of(other.next_batch(0)) == groups_of(batch)

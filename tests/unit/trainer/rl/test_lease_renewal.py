@@ -139,9 +139,8 @@ def test_groups_that_are_held_for_a_refill_are_not_leased_into_the_same_batch(
         assert batch is not None
         groups = batch.groups
         assert len(names(groups)) == sum(len(group.rollouts) for group in groups)
-        coordinator.commit(
-            batch, step=1, version=1, metrics={}, checkpoint="c", dropped_rows=[], weights=0
-        )
+        made = coordinator.record(batch, step=1, version=1, metrics={}, dropped_rows=[], weights=0)
+        coordinator.commit([made], batch.groups)
         coordinator.leases.close()
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -43,12 +44,6 @@ from tracegrad_trainer.engine.step.optimizer import set_implementation
 
 # Weights that are never trained (a LoRA's base) stay in the model folder.
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-_COPIES = StagingOptions(
-    use_pinned_memory=False,
-    use_shared_memory=False,
-    use_async_staging=False,
-    use_non_blocking_copy=False,
-)
 
 
 class CheckpointSaver:
@@ -58,7 +53,7 @@ class CheckpointSaver:
         self.root = root
         self._group: Any = dist.new_group(backend="gloo")
         self._first = dist.get_rank() == 0
-        self._stager = DefaultStager(_COPIES)
+        self._stager = DefaultStager(_copies())
         self._writing: threading.Thread | None = None
         self._folder = root
         self._error: str | None = None
@@ -262,6 +257,18 @@ def root_cause(error: CheckpointException) -> str:
 def _state(learner: Learner) -> dict[str, Any]:
     model, optimizer = get_state_dict(learner.model, learner.optimizer, options=_OPTIONS)
     return {"model": model, "optimizer": optimizer}
+
+
+def _copies() -> StagingOptions:
+    """From a GPU through pinned memory, which is kept from one checkpoint to the next, at the speed
+    of its bus; training waits for these copies, not for the disk."""
+    gpu = torch.cuda.is_available()
+    return StagingOptions(
+        use_pinned_memory=gpu,
+        use_non_blocking_copy=gpu,  # of all tensors, awaited together
+        use_shared_memory=False,
+        use_async_staging=False,  # the next optimizer step would change what is copied
+    )
 
 
 def _fresh(folder: Path) -> None:

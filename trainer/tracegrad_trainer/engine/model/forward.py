@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.attention.dispatch import RowAttention
+from tracegrad_trainer.engine.context_parallel import ContextParallel, ContextParallelAttention
 from tracegrad_trainer.engine.model import router_replay
 from tracegrad_trainer.engine.model import value_head as value
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
@@ -40,6 +42,8 @@ class ModelInputs:
     temperature: PerToken
     has_temperature: bool  # some temperature is not 1
     tensors: dict[str, Tensor]  # fields of `Tokens`, [n] or [rows]
+    context: ContextParallel | None = None  # what follows, labels and temperature are its slice's
+    own: Int64[Tensor, " own"] | None = None  # numbers of the targets that this rank predicts
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -79,7 +83,14 @@ class ForwardOutput:
     value: PerToken | None = None  # with gradient
 
 
-def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> ModelInputs:
+def to_inputs(
+    batch: MicroBatch,
+    model: nn.Module,
+    device: torch.device,
+    context: ContextParallel | None = None,
+) -> ModelInputs:
+    """With a `context` this rank's slice of it."""
+
     def move(values: Any) -> Tensor:
         return torch.from_numpy(values).to(device)
 
@@ -91,13 +102,35 @@ def to_inputs(batch: MicroBatch, model: nn.Module, device: torch.device) -> Mode
         "logits_to_keep": move(batch.source),
     }
     arguments |= model_arguments(model, batch, device)
-    return ModelInputs(
+    every = ModelInputs(
         batch=batch,
         model=arguments,
         labels=move(batch.input_ids[0, batch.target]),
         temperature=move(batch.temperature),
         has_temperature=bool((batch.temperature != 1).any()),
         tensors={name: move(getattr(batch, name)) for name in _TO_TOKENS},
+    )
+    return every if context is None else _sliced(every, context, device)
+
+
+def _sliced(inputs: ModelInputs, context: ContextParallel, device: torch.device) -> ModelInputs:
+    batch = inputs.batch
+    here = context.slice_of(batch.tokens)
+    own = torch.from_numpy(context.own_targets(batch.source, batch.tokens)).to(device)
+    rows: RowAttention = inputs.model["packed_rows"]
+    arguments = inputs.model | {
+        "input_ids": torch.from_numpy(context.shard(batch.input_ids[0])[None]).to(device),
+        "position_ids": torch.from_numpy(context.shard(batch.position_ids[0])[None]).to(device),
+        "logits_to_keep": inputs.model["logits_to_keep"][own] - here.start,
+        "packed_rows": ContextParallelAttention(rows, batch.tokens, context),
+    }
+    return replace(
+        inputs,
+        model=arguments,
+        labels=inputs.labels[own],
+        temperature=inputs.temperature[own],
+        context=context,
+        own=own,
     )
 
 
@@ -168,14 +201,27 @@ def forward(
     logp, entropy, found = run_inside_forward(
         model, lambda whole: make(whole, inputs, head, values, entropy_gradient)
     )
-    return ForwardOutput(policy_logprobs=logp, entropy=entropy, value=found)
+    return ForwardOutput(
+        policy_logprobs=_every_target(inputs, logp),
+        entropy=_every_target(inputs, entropy),
+        value=None if found is None else _every_target(inputs, found),
+    )
+
+
+def _every_target(inputs: ModelInputs, own: PerToken) -> PerToken:
+    """Of the micro-batch; all of them are this rank's without a `context`."""
+    if inputs.context is None:
+        return own
+    assert inputs.own is not None
+    return inputs.context.gather_targets(own, inputs.own, len(inputs.batch.target))
 
 
 def values_of(model: nn.Module, inputs: ModelInputs) -> PerToken:
     """Values of the targets alone; no logits are made."""
-    return run_inside_forward(
+    own = run_inside_forward(
         model, lambda whole: value.predict_values(whole, _hidden(whole, inputs))
     )
+    return _every_target(inputs, own)
 
 
 def run_inside_forward(model: nn.Module, work: Callable[[nn.Module], T]) -> T:

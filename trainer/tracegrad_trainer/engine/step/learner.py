@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
+from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
@@ -52,14 +53,16 @@ class Learner:
         optim: OptimSettings,
         *,
         reshard: bool = True,
+        context: ContextParallel | None = None,
         reference: nn.Module | None = None,
         head_elements: int | None = None,
         adamw: AdamwImplementation = ADAMW,
         serving: Precision = "float32",
     ) -> None:
-        """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. `reference` is
-        frozen and sharded too (`build_reference`); adapters need none. `adamw` other than the
-        default is for steps that were taken with it. `serving`: the engine's that samples.
+        """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. With a `context` its
+        groups of ranks get the same micro-batches. `reference` is frozen and sharded too
+        (`build_reference`); adapters need none. `adamw` other than the default is for steps that
+        were taken with it. `serving`: the engine's that samples.
 
         Raises:
             ValueError: the objective needs a reference or a value head that is not there.
@@ -85,6 +88,7 @@ class Learner:
             mesh,
             self.device,
             reference_of(model, head, reference, self.device) if needs_reference else None,
+            context,
         )
         # What rounding may put between the log-probabilities of the two engines.
         self.precision = coarser(_precision(head.dtype), serving)
@@ -195,6 +199,7 @@ class Learner:
         )
         learning = self.critic if self._critic_alone else [*self.policy, *self.critic]
         squares = squared_norm(local_gradients(learning), self.device)
+        self.engine.sum_over_context(squares)  # each rank has shards of its own
         # What fills up a rank's micro-batches is no part of the step.
         real = [batch for batch in micro_batches if (batch.row_keys >= 0).any()]
         counted = {

@@ -18,7 +18,6 @@ from tracegrad_trainer.engine.model.forward import (
     ModelInputs,
     TargetContext,
     forward,
-    to_inputs,
     values_of,
 )
 from tracegrad_trainer.engine.step.rank_context import RankContext
@@ -64,7 +63,7 @@ def reference_logprobs(
     assert reference is not None
     model = reference.model
     # Its own arguments: it may attend, or route, in another way than the policy.
-    asked = [to_inputs(one.batch, model, engine.device) for one in inputs]
+    asked = engine.inputs([one.batch for one in inputs], model)
     with reference.active():
         return [forward(model, one, reference.head).policy_logprobs for one in asked]
 
@@ -93,7 +92,7 @@ def gae_by_token(
         lam=objective.gae_lambda,
     )
     back = torch.from_numpy(np.argsort(order))
-    rank = engine.mesh.get_local_rank()
+    rank = engine.data.get_local_rank()
     first = sum(len(one.value) for some in everyone[:rank] for one in some)
     ends = np.cumsum([first, *map(len, values)])
     advantage, returns = (
@@ -163,7 +162,7 @@ def gae_by_turn(
         value, reward, rollout, number, gamma=objective.gamma, lam=objective.gae_lambda
     )
     found = torch.from_numpy(np.stack([value, advantage, returns])).float().to(engine.device)
-    at = sum(len(part[0]) for part in everyone[: engine.mesh.get_local_rank()])
+    at = sum(len(part[0]) for part in everyone[: engine.data.get_local_rank()])
     completed = []
     for one, before in zip(inputs, known, strict=True):
         of_turns = found[:, at : at + one.batch.turns]

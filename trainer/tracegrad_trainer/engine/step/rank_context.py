@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.model.forward import LmHead, ModelInputs, to_inputs
 from tracegrad_trainer.engine.model.reference import ReferencePolicy
 
@@ -26,15 +27,32 @@ class RankContext:
     mesh: DeviceMesh
     device: torch.device
     reference: ReferencePolicy | None = None
+    context: ContextParallel | None = None
 
-    def inputs(self, micro_batches: Sequence[MicroBatch]) -> list[ModelInputs]:
-        return [to_inputs(batch, self.model, self.device) for batch in micro_batches]
+    @property
+    def data(self) -> DeviceMesh:
+        """Ranks that together have each micro-batch once: what is counted of those is added up over
+        these ranks."""
+        return self.mesh if self.context is None else self.context.data
+
+    def inputs(
+        self, micro_batches: Sequence[MicroBatch], model: nn.Module | None = None
+    ) -> list[ModelInputs]:
+        """For the policy, or for another `model`."""
+        asked = self.model if model is None else model
+        return [to_inputs(batch, asked, self.device, self.context) for batch in micro_batches]
 
     def all_reduce_sum(
         self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
-        """Over all ranks, in place."""
-        dist.all_reduce(values, how, group=self.mesh.get_group())
+        """Over all micro-batches, in place."""
+        dist.all_reduce(values, how, group=self.data.get_group())
+        return values
+
+    def sum_over_context(self, values: Tensor) -> Tensor:
+        """Over the ranks that share a micro-batch, in place: of what is not of micro-batches."""
+        if self.context is not None:
+            dist.all_reduce(values, group=self.context.group)
         return values
 
     def gather_unique(self, mine: list[int]) -> list[int]:
@@ -42,9 +60,9 @@ class RankContext:
         return sorted({one for some in self.all_gather(mine) for one in some})
 
     def all_gather(self, mine: T) -> list[T]:
-        """Every rank's, by rank."""
-        everyone: list[Any] = [None] * self.mesh.size()
-        dist.all_gather_object(everyone, mine, group=self.mesh.get_group())
+        """That of each rank of `data`, by rank."""
+        everyone: list[Any] = [None] * self.data.size()
+        dist.all_gather_object(everyone, mine, group=self.data.get_group())
         return everyone
 
     def reshard(self) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tracegrad_trainer.batches import MicroBatch, Row, mini_batches, pack, packing_stats
 from tracegrad_trainer.engine.step.epochs import train_epochs
 from tracegrad_trainer.engine.step.learner import Learner
+from tracegrad_trainer.engine.step.rank_context import RankContext
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.utils.distributed import run_on_rank_zero
 
@@ -39,42 +40,48 @@ def train_batch(
         # By the number of optimizer steps so far, not by a generator's state: what was done for
         # a batch that changed nothing must leave no trace.
         parts = mini_batches(rows, optim.minibatches, seed=f"{seed} step {learner.steps}")
-    own, how_packed = _deal(rows, parts, budget=budget)
+    own, how_packed = _deal(learner.engine, rows, parts, budget=budget)
     share = run_on_rank_zero(lambda: share)
     if len(own) * optim.epochs > 1:
         done = train_epochs(learner, own, epochs=optim.epochs, version=version, share=share)
     else:
         looked_at: list[MicroBatch] = []
         if "kto_z" in learner.objective.needs:
-            looked_at, _ = deal_rows(mismatched, budget=budget)
+            looked_at, _ = deal_rows(learner.engine, mismatched, budget=budget)
         [only] = own
         done = learner.train(only, version=version, mismatched=looked_at, share=share)
     return replace(done, metrics=how_packed | done.metrics | {"step_share": share})
 
 
 def deal_rows(
-    rows: Sequence[Row] | None, *, budget: int
+    engine: RankContext, rows: Sequence[Row] | None, *, budget: int
 ) -> tuple[list[MicroBatch], dict[str, float]]:
     """This rank's share of rank 0's `rows` (None on the others), and how well all were packed."""
-    [own], stats = _deal(rows, None if rows is None else [list(range(len(rows)))], budget=budget)
+    parts = None if rows is None else [list(range(len(rows)))]
+    [own], stats = _deal(engine, rows, parts, budget=budget)
     return own, stats
 
 
 def _deal(
-    rows: Sequence[Row] | None, parts: Sequence[Sequence[int]] | None, *, budget: int
+    engine: RankContext,
+    rows: Sequence[Row] | None,
+    parts: Sequence[Sequence[int]] | None,
+    *,
+    budget: int,
 ) -> tuple[list[list[MicroBatch]], dict[str, float]]:
     """The same of each part of the rows, by their numbers."""
     shares: list[tuple[list[list[MicroBatch]], dict[str, float]]] | None = None
     if dist.get_rank() == 0:
         assert rows is not None
         assert parts is not None
-        ranks = dist.get_world_size()
+        ranks, alike = engine.data.size(), dist.get_world_size() // engine.data.size()
         packed = [
             pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part) for part in parts
         ]
         by_rank = list(zip(*packed, strict=True))
         stats = packing_stats([[*chain(*of_parts)] for of_parts in by_rank], budget=budget)
-        shares = [(list(of_parts), stats) for of_parts in by_rank]
+        # Neighbours share micro-batches (`ContextParallel`).
+        shares = [(list(of_parts), stats) for of_parts in by_rank for _ in range(alike)]
     received: list[Any] = [None]
     dist.scatter_object_list(received, shares, src=0)
     found: tuple[list[list[MicroBatch]], dict[str, float]] = received[0]

@@ -62,18 +62,33 @@ def test_any_number_of_ranks_gives_the_same(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["batches", "shared batches"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_any_number_of_ranks_learns_the_same_of_a_batch_of_several_steps(
-    folder: Path, several: dict[int, dict[str, Any]], one_rank: None, name: str, ranks: int
+    folder: Path,
+    several: dict[int, dict[str, Any]],
+    one_rank: None,
+    name: str,
+    kind: str,
+    ranks: int,
 ) -> None:
     """Adam divides by its gradients' size: where that is 0, rounding is what moves."""
-    (found, learnt), (expected, wanted) = several[ranks]["batches"][name], batch(folder, name)
+    (found, learnt), (expected, wanted) = several[ranks][kind][name], batch(folder, name)
     of_packing = ("micro_batches", "pack_fill", "pack_balance", "flops", "tokens")
     for key, number in expected.metrics.items():
         if key not in of_packing:
             assert found.metrics[key] == pytest.approx(number, rel=1e-3, abs=1e-5), key
     assert found.metrics["updates"] == 4
     assert apart(learnt, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_ranks_that_share_micro_batches_give_the_same(
+    one: dict[str, Any], several: dict[int, dict[str, Any]], name: str, ranks: int
+) -> None:
+    """Two of them a micro-batch: one group, and two that have micro-batches of their own."""
+    same(several[ranks]["shared"][name], one[name], exact(name))
 
 
 @pytest.mark.parametrize("budget", [84, 1000])

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.gpu_check.check import Finding, Machine, judged
 from tracegrad_trainer.engine.attention.dispatch import RowAttention
 from tracegrad_trainer.engine.attention.masked import ScoreTransform
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
@@ -104,3 +105,11 @@ def _forked_ends() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def _depths() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.concatenate([np.arange(length) for length in _LENGTHS])
+
+
+def check(machine: Machine) -> Finding:
+    found = kernels(machine.device, torch.bfloat16)
+    rows = [[one.name, f"{one.output:.1e}", f"{one.gradients:.1e}"] for one in found]
+    wrong = [one.name for one in found if not one.within(torch.bfloat16)]
+    said = f"{len(found)} forms of attention" + (f", wrong: {'; '.join(wrong)}" if wrong else "")
+    return judged(not wrong, said, ("attention", "output off", "gradients off"), rows)

@@ -1,0 +1,106 @@
+"""Collectives over all GPUs: right sums, and how fast. With one GPU: that NCCL starts at all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.gpu_check.check import Finding, Machine, judged
+from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
+from tracegrad_trainer.engine.distributed import compute_device
+from tracegrad_trainer.launch.torchrun import torchrun_command
+from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
+
+BYTES, TINY_BYTES = 256 << 20, 1 << 16
+
+
+def check(machine: Machine) -> Finding:
+    ranks = torch.cuda.device_count() if machine.is_gpu else 2
+    out = machine.folder / "ranks.json"
+    out.unlink(missing_ok=True)
+    size = str(TINY_BYTES if machine.tiny else BYTES)
+    command = torchrun_command(
+        ranks, "bench.gpu_check.collectives", machine.fsdp_device, size, str(out)
+    )
+    child = ChildProcess("collectives", command, log=machine.folder / "ranks.log")
+    child.start()
+    try:
+        child.wait_until_ready(out.exists, timeout_s=120)
+    except ChildError as error:
+        return Finding(verdict="wrong", said=str(error))
+    finally:
+        child.stop()
+    found: dict[str, list[float]] = json.loads(out.read_text())
+    rows = [[name, f"{off:.0e}", f"{speed:.1f}"] for name, (off, speed) in found.items()]
+    right = all(off == 0 for off, _ in found.values())
+    return judged(right, f"{ranks} ranks", ("collective", "off", "GB/s a rank"), rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """One rank."""
+    device, size, out = arguments
+    mesh = init_process_group(FsdpSettings.model_validate({"device": device, "threads": 1}))
+    here, ranks, rank = compute_device(mesh), dist.get_world_size(), dist.get_rank()
+    count = int(size) // 4 // ranks * ranks
+    ours = torch.full((count,), float(rank + 1), device=here)
+    every = torch.empty(count * ranks, device=here)
+    part = torch.empty(count // ranks, device=here)
+    total = ranks * (ranks + 1) / 2
+    by_rank = torch.arange(1, ranks + 1, device=here).float()
+    tried: dict[str, Callable[[], float]] = {
+        "all_reduce": lambda: _off(_reduced(ours.clone()), total),
+        "all_gather": lambda: _gathered(ours, every, by_rank),
+        "reduce_scatter": lambda: _scattered(ours, part, total),
+        "all_to_all": lambda: _exchanged(ours, by_rank),
+    }
+    found = {}
+    for name, work in tried.items():
+        off = work()
+        dist.barrier()
+        began = time.perf_counter()
+        work()
+        found[name] = [off, count * 4 / (time.perf_counter() - began) / 1e9]
+    objects = [None] * ranks
+    dist.all_gather_object(objects, rank)
+    found["objects"] = [float(objects != list(range(ranks))), 0.0]
+    if rank == 0:
+        partial = Path(out).with_suffix(".partial")
+        partial.write_text(json.dumps(found))
+        partial.rename(out)
+    destroy_process_group()
+    return 0
+
+
+def _off(found: torch.Tensor, wanted: torch.Tensor | float) -> float:
+    return float((found - wanted).abs().max())
+
+
+def _reduced(x: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(x)
+    return x
+
+
+def _gathered(x: torch.Tensor, every: torch.Tensor, by_rank: torch.Tensor) -> float:
+    dist.all_gather_into_tensor(every, x)
+    return _off(every.view(len(by_rank), -1), by_rank[:, None])
+
+
+def _scattered(x: torch.Tensor, part: torch.Tensor, total: float) -> float:
+    dist.reduce_scatter_tensor(part, x)
+    return _off(part, total)
+
+
+def _exchanged(x: torch.Tensor, by_rank: torch.Tensor) -> float:
+    other = torch.empty_like(x)
+    dist.all_to_all_single(other, x)
+    return _off(other.view(len(by_rank), -1), by_rank[:, None])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

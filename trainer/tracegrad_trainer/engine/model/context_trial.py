@@ -1,0 +1,89 @@
+"""Whether a model computes the same where ranks share its tokens: by its heads, and by trial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from tracegrad_trainer.engine.attention import dispatch
+from tracegrad_trainer.engine.attention.packed import PackedRowAttention
+from tracegrad_trainer.engine.context_parallel import (
+    ContextParallel,
+    ContextParallelAttention,
+    repeats_of,
+)
+from tracegrad_trainer.engine.model.forward import run_inside_forward
+from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
+
+# Of hidden states, as a share of the largest; bfloat16 has 8 bits.
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_COARSE = 0.03
+
+
+def check_context_parallel(
+    model: nn.Module, context: ContextParallel, device: torch.device
+) -> None:
+    """On all ranks at once.
+
+    Raises:
+        ValueError: the ranks cannot share the model's heads, or slices give other hidden states.
+    """
+    for layer in layer_configs(model.config):
+        _check_heads(layer, context.size)
+    apart = run_inside_forward(model, lambda whole: _difference(whole, context, device))
+    for module in model.modules():  # blocks stay whole behind a forward without `fsdp.reshard`
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    if apart:
+        raise ValueError(
+            f"fsdp.context_parallel = {context.size}: {type(model).__name__} looks at a row's other"
+            " tokens by more than attention, so that slices of one give other numbers: set it to 1"
+        )
+
+
+def _check_heads(layer: Any, ranks: int) -> None:
+    heads, _ = query_heads(layer)
+    kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+    if heads % ranks or heads % (kv_heads * repeats_of(kv_heads, ranks)):
+        fitting = [n for n in range(1, heads + 1) if _divides(heads, kv_heads, n)]
+        raise ValueError(
+            f"fsdp.context_parallel = {ranks}: each rank takes some of the {heads} heads of the"
+            f" model's attention ({kv_heads} of keys and values): set it to one of {fitting}"
+        )
+
+
+def _divides(heads: int, kv_heads: int, ranks: int) -> bool:
+    return heads % ranks == 0 and heads % (kv_heads * repeats_of(kv_heads, ranks)) == 0
+
+
+@torch.no_grad()
+def _difference(model: Any, context: ContextParallel, device: torch.device) -> bool:
+    """Two rows, of three tokens and of five, whole and in slices."""
+    lengths = [3, 5]
+    ids = torch.arange(sum(lengths), device=device)
+    places = torch.cat([torch.arange(n, device=device) for n in lengths])
+    name = model.config._attn_implementation
+    if name == dispatch.VARLEN:  # of its kernel nothing is asked here
+        model.config._attn_implementation = dispatch.PACKED
+
+    def hidden(tokens: Tensor, positions: Tensor, rows: dispatch.RowAttention) -> Tensor:
+        given = {"input_ids": tokens[None], "position_ids": positions[None], "packed_rows": rows}
+        found: Tensor = model.base_model(use_cache=False, **given).last_hidden_state[0]
+        return found
+
+    try:
+        rows = PackedRowAttention(lengths, device)
+        whole = hidden(ids, places, rows)
+        here = context.slice_of(len(ids))
+        own = [torch.from_numpy(context.shard(x.cpu().numpy())).to(device) for x in (ids, places)]
+        part = hidden(own[0], own[1], ContextParallelAttention(rows, len(ids), context))
+    finally:
+        model.config._attn_implementation = name
+    expected = whole[here]
+    gap = (part[: len(expected)] - expected).abs()
+    most = torch.stack([gap.amax() if gap.numel() else gap.new_zeros(()), whole.abs().amax()])
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=context.group)
+    return bool(most[0] > _TOLERANCE.get(whole.dtype, _COARSE) * most[1])
