@@ -45,7 +45,14 @@ def check_request(machine: Machine, request: PlacementRequest) -> None:
                 )
     if request.share and not (request.engine_on_gpu and request.train_on_gpu):
         raise ValueError("gpus.share: vLLM or the ranks are on the CPU: leave it out")
-    if not there or not request.train_on_gpu or ranks is None:
+    if not there or not request.train_on_gpu:
+        return
+    if request.context_parallel > there:
+        raise ValueError(
+            f"fsdp.context_parallel = {request.context_parallel}: so many ranks share a row, one on"
+            f" each GPU, and this machine has {there} GPU{'s' * (there > 1)}; lower it"
+        )
+    if ranks is None:
         return
     if request.train is not None and len(request.train) != ranks:
         raise ValueError(
@@ -64,7 +71,7 @@ def splits(machine: Machine, request: PlacementRequest) -> Iterator[Split]:
     numbers = usable(machine, request)
     engine, train = request.vllm, request.train
     if not request.engine_on_gpu:
-        yield Split((), train or numbers[: request.ranks], False)
+        yield Split((), train or all_ranks(numbers, request), False)
         return
     if not request.train_on_gpu:
         yield Split(engine or numbers, (), False)
@@ -79,7 +86,7 @@ def splits(machine: Machine, request: PlacementRequest) -> Iterator[Split]:
         if whole and request.ranks in (None, len(together)):
             yield Split(together, together, True)
         return
-    counts = [request.ranks] if request.ranks else range(len(numbers), 0, -1)
+    counts = reversed(_rank_counts(request, numbers))
     yield from (Split(numbers[:n], numbers[:n], True) for n in counts)
 
 
@@ -105,7 +112,14 @@ def _apart(numbers: tuple[int, ...], request: PlacementRequest) -> Iterator[Spli
 def _rank_counts(request: PlacementRequest, free: Sequence[int], least: int = 1) -> Sequence[int]:
     if request.ranks is not None:
         return [request.ranks]
-    return range(min(least, max(1, len(free))), len(free) + 1)
+    counts = range(min(least, max(1, len(free))), len(free) + 1)
+    return [count for count in counts if count % request.context_parallel == 0]
+
+
+def all_ranks(numbers: tuple[int, ...], request: PlacementRequest) -> tuple[int, ...]:
+    """GPUs of ranks that need not leave any to vLLM."""
+    count = request.ranks or len(numbers) // request.context_parallel * request.context_parallel
+    return numbers[: count or len(numbers)]
 
 
 def usable(machine: Machine, request: PlacementRequest) -> tuple[int, ...]:

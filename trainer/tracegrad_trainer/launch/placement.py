@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tracegrad_trainer.launch.engine_layout import EngineLayout, check_engine, fit_engine
-from tracegrad_trainer.launch.gpu_splits import Split, check_request, gpu_words, splits, usable
+from tracegrad_trainer.launch.gpu_splits import (
+    Split,
+    all_ranks,
+    check_request,
+    gpu_words,
+    splits,
+    usable,
+)
 from tracegrad_trainer.launch.machine import Gpu, Machine
 from tracegrad_trainer.launch.placement_inputs import (
     CONTEXT,
@@ -134,7 +141,7 @@ def place_training(machine: Machine, request: PlacementRequest) -> tuple[int, ..
     check_request(machine, request)
     if not machine.gpus or not request.train_on_gpu:
         return ()
-    return request.train or usable(machine, request)[: request.ranks]
+    return request.train or all_ranks(usable(machine, request), request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +176,8 @@ def _plan(
             return _Refusal(0, f"{len(gpus)} GPUs hold no whole number of engines of {filled}")
         train = split.train
         if request.vllm is None and request.train is None and request.ranks is None and train:
-            train = idle + train  # what no engine can use trains
+            more = len(idle) // request.context_parallel * request.context_parallel
+            train = idle[len(idle) - more :] + train  # what no engine can use trains
         split = Split(split.engine[:filled], train, split.shared)
     if short := _training_room(machine, sizes, split, layout):
         return _Refusal(1, short)

@@ -275,6 +275,22 @@ def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
     assert found.pushed == sizes.pushed
 
 
+def test_ranks_that_share_rows_come_in_their_number(folder: Path) -> None:
+    """fsdp.context_parallel: another number of ranks would be refused after the plan."""
+    sizes = sizes_of(folder, "8B", True)
+    for count, parallel, trains in ((8, 4, 4), (8, 2, 2), (6, 2, 2), (5, 2, 2), (7, 3, 3)):
+        found = plan(sizes, machine(count, 80), context_parallel=parallel)
+        assert (found.ranks, found.shared) == (trains, False)
+    found = plan(sizes, machine(3, 80), context_parallel=2, share=True)
+    assert (found.ranks, found.shared) == (2, True)
+    # Of three GPUs that no copy of four can use two train.
+    found = plan(sizes, machine(9, 80), context_parallel=2, tensor_parallel=4)
+    assert (len(found.engine_gpus), found.ranks) == (4, 4)
+    assert place_training(machine(5, 80), PlacementRequest(context_parallel=2)) == (0, 1, 2, 3)
+    found = plan(sizes, machine(5, 80), context_parallel=4, engine_on_gpu=False)
+    assert found.train_gpus == (0, 1, 2, 3)
+
+
 def test_settings_that_are_in_the_way_are_named(folder: Path) -> None:
     sizes = sizes_of(folder, "8B", True)
     for name, fixed in (
@@ -332,6 +348,7 @@ def test_what_the_settings_name_is_kept(folder: Path) -> None:
         (0, {"vllm": (0,)}, "gpus.vllm: this machine has no GPU"),
         (0, {"share": True}, "gpus.share: this machine has no GPU"),
         (2, {"train": (0,), "train_on_gpu": False}, "gpus.train: fsdp.device puts it on the CPU"),
+        (2, {"context_parallel": 4}, "fsdp.context_parallel = 4: .* this machine has 2 GPUs"),
         (1, {"share": False}, r"\[gpus\] leaves no way to lay it out"),
     ],
 )
@@ -341,25 +358,6 @@ def test_contradictions_are_one_line(
     with pytest.raises(ValueError, match=line) as error:
         plan(sizes_of(folder, "0.6B", False), machine(gpus, 80), **request_)
     assert "\n" not in str(error.value)
-
-
-def test_training_alone_takes_all_gpus_or_those_that_are_named() -> None:
-    eight = machine(8, 80)
-    assert place_training(eight, PlacementRequest()) == tuple(range(8))
-    assert place_training(eight, PlacementRequest(ranks=2)) == (0, 1)
-    assert place_training(eight, PlacementRequest(train=(6, 7))) == (6, 7)
-    assert place_training(machine(0, 1), PlacementRequest(ranks=2)) == ()
-    with pytest.raises(ValueError, match="names 2"):
-        place_training(eight, PlacementRequest(train=(6, 7), ranks=4))
-
-
-def test_without_gpus_nothing_is_chosen(folder: Path) -> None:
-    settings = settings_of(folder, "vllm.device=cpu", "ranks=2")
-    sizes = model_sizes(meta("0.6B"), settings, gpus=0)
-    assert sizes.served == 4 * sizes.parameters
-    found = plan(sizes, machine(0, 1, host=1), ranks=2, kv_cache_bytes=1 << 28)
-    assert (found.engine_gpus, found.train_gpus, found.ranks) == ((), (), 2)
-    assert found.host["served weights"] == sizes.served
 
 
 ranks_memory = st.builds(
@@ -403,6 +401,48 @@ any_request = st.builds(
     ranks=st.sampled_from([None, 1, 2]),
     tensor_parallel=st.sampled_from([None, 1, 2]),
 )
+
+
+@given(
+    any_sizes,
+    any_request,
+    st.lists(st.tuples(st.integers(8, 192), st.floats(0, 1)), min_size=1, max_size=8),
+)
+def test_no_gpu_is_planned_for_more_than_is_free(
+    sizes: ModelSizes, request_: PlacementRequest, gpus: list[tuple[int, float]]
+) -> None:
+    """Of different sizes, and with others on them."""
+    made = [Gpu(i, "fake", n * GIB, int(n * GIB * free)) for i, (n, free) in enumerate(gpus)]
+    try:
+        found = place(Machine(tuple(made), 4096 * GIB), sizes, request_)
+    except ValueError:
+        return
+    for each in found.gpus:
+        if each.users:
+            assert each.used <= each.gpu.free - placement.RESERVE * each.gpu.total + 1
+    share = found.gpu_memory_utilization
+    assert share is not None
+    for n in found.engine_gpus:  # what vLLM asks of a GPU as it starts
+        assert share * made[n].total <= made[n].free - GIB * 0.99
+
+
+def test_training_alone_takes_all_gpus_or_those_that_are_named() -> None:
+    eight = machine(8, 80)
+    assert place_training(eight, PlacementRequest()) == tuple(range(8))
+    assert place_training(eight, PlacementRequest(ranks=2)) == (0, 1)
+    assert place_training(eight, PlacementRequest(train=(6, 7))) == (6, 7)
+    assert place_training(machine(0, 1), PlacementRequest(ranks=2)) == ()
+    with pytest.raises(ValueError, match="names 2"):
+        place_training(eight, PlacementRequest(train=(6, 7), ranks=4))
+
+
+def test_without_gpus_nothing_is_chosen(folder: Path) -> None:
+    settings = settings_of(folder, "vllm.device=cpu", "ranks=2")
+    sizes = model_sizes(meta("0.6B"), settings, gpus=0)
+    assert sizes.served == 4 * sizes.parameters
+    found = plan(sizes, machine(0, 1, host=1), ranks=2, kv_cache_bytes=1 << 28)
+    assert (found.engine_gpus, found.train_gpus, found.ranks) == ((), (), 2)
+    assert found.host["served weights"] == sizes.served
 
 
 @given(any_sizes, any_request, st.integers(2, 8), st.integers(8, 192), st.integers(0, 100))
