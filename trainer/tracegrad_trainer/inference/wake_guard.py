@@ -38,8 +38,9 @@ RENEWALS = 3
 RENEW_TIMEOUT_S = 10.0
 # What a trainer that is started meanwhile says: it need but be started again.
 HOLDER = "the guard that wakes vLLM after a trainer that ended, and is soon done"
-# Other ranks may hold their GPUs' memory for a moment longer than rank 0 lives.
-ATTEMPTS, PAUSE_S = 6, 5.0
+# Other ranks hold their GPUs' memory longer than rank 0 lives: in a collective they hear no signal,
+# and torchrun kills them only after 30 s.
+ATTEMPTS, PAUSE_S = 13, 5.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from tracegrad_trainer.launch.placement_inputs import (
     CONTEXT,
     PROCESS,
     RESERVE,
+    WORKSPACE,
     ModelSizes,
     PlacementRequest,
     RankMemory,
@@ -304,8 +305,9 @@ def _host_parts(
     if not split.engine:
         parts["served weights"] = copies * sizes.served
         parts["KV cache"] = size * copies * (request.kv_cache_bytes or 0)
-    elif split.shared and request.sleep_level == 1:
-        parts["weights of a sleeping vLLM"] = copies * sizes.served
+    elif split.shared:  # vLLM 0.32 keeps its graphs' memory there at either level
+        kept = copies * sizes.served if request.sleep_level == 1 else 0
+        parts["a sleeping vLLM"] = size * copies * WORKSPACE + kept
     return parts
 
 

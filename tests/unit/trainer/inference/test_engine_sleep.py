@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from support.trainer.step_samples import trainer_settings
@@ -35,7 +37,7 @@ from tracegrad_trainer.inference.control_routes import (
 )
 from tracegrad_trainer.inference.engine_sleep import EngineSleep, SleepSettings
 from tracegrad_trainer.inference.publish import WeightPublisher
-from tracegrad_trainer.inference.wake_guard import WakePlan, bring_back
+from tracegrad_trainer.inference.wake_guard import ATTEMPTS, PAUSE_S, WakePlan, bring_back
 from tracegrad_trainer.inference.weight_directory import PREFIX
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
@@ -628,6 +630,12 @@ def test_the_guard_holds_no_more_memory_than_it_must() -> None:
     """It lives as long as the trainer does."""
     check = "import sys, tracegrad_trainer.inference.wake_guard; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+def test_a_guard_tries_until_torchrun_has_killed_the_other_ranks() -> None:
+    """Till then their memory is in the engine's way."""
+    grace_s = inspect.signature(PContext.close).parameters["timeout"].default
+    assert (ATTEMPTS - 1) * PAUSE_S > 1.5 * grace_s > 0
 
 
 def test_a_guard_waits_where_another_trainer_has_begun(

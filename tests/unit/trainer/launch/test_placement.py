@@ -262,7 +262,9 @@ def test_vllm_starts_on_gpus_of_different_size(folder: Path) -> None:
 def test_what_sleeps_in_the_hosts_memory_is_planned(folder: Path) -> None:
     sizes, one = sizes_of(folder, "0.6B", False), machine(1, 80)
     hosts = [plan(sizes, one, sleep_level=level).host for level in (1, 2)]
-    assert sum(hosts[0].values()) - sum(hosts[1].values()) == sizes.served
+    assert hosts[0]["a sleeping vLLM"] - hosts[1]["a sleeping vLLM"] == sizes.served
+    assert hosts[1]["a sleeping vLLM"] > 0  # its graphs' memory
+    assert "a sleeping vLLM" not in plan(sizes, machine(2, 80)).host
 
 
 def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
