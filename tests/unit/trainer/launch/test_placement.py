@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tracegrad_trainer.cli.serve import ready_timeout_s
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.launch import placement
 from tracegrad_trainer.launch.machine import GIB, Gpu, Machine
@@ -291,6 +292,14 @@ def test_ranks_that_share_rows_come_in_their_number(folder: Path) -> None:
     assert place_training(machine(5, 80), PlacementRequest(context_parallel=2)) == (0, 1, 2, 3)
     found = plan(sizes, machine(5, 80), context_parallel=4, engine_on_gpu=False)
     assert found.train_gpus == (0, 1, 2, 3)
+
+
+def test_large_models_have_longer_to_start(folder: Path) -> None:
+    """By what a disk that reads 100 MiB a second needs for them."""
+    small = plan(sizes_of(folder, "0.6B", False), machine(8, 141))
+    large = plan(sizes_of(folder, "235B-A22B", True), machine(8, 141))
+    assert 900 < ready_timeout_s(small) < 920
+    assert 5000 < ready_timeout_s(large) < 6000
 
 
 def test_settings_that_are_in_the_way_are_named(folder: Path) -> None:
