@@ -49,7 +49,7 @@ def check_served(machine: Machine) -> Finding:
     rows = [_row(step) for step in steps]
     numbers = [step.step for step in steps]
     gap = max((step.metrics.get("gap_p50", 0.0) for step in steps), default=0.0)
-    right = killed and done and numbers == list(range(1, PUSHES + 1))
+    right = killed and done and len(steps) >= PUSHES and numbers == list(range(1, len(steps) + 1))
     right = right and not any(step.metrics.get("mismatch") for step in steps)
     said = (
         f"{len(steps)} steps, {len(served)} versions served,"

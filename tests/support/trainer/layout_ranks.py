@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from support.trainer.fsdp_ranks import VERSION, step
-from support.trainer.learners import build, weights
+from support.trainer.learners import build, save_checkpoint, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
 from tracegrad_trainer.batches.micro_batch import StepCounts
@@ -24,6 +24,7 @@ from tracegrad_trainer.engine import (
     Learner,
     destroy_process_group,
     init_process_group,
+    load_checkpoint,
     train_batch,
 )
 from tracegrad_trainer.engine.model.forward import TargetContext
@@ -204,6 +205,25 @@ def batch(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     return done, weights(one)
 
 
+def saved_by_copies(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights behind a step of two copies, whose checkpoint is in `<folder>/by-copies`; and
+    once more, loaded by ranks that have no copies."""
+    one = learner(folder, "grpo", COPIES["copies"])
+    step(one, share("grpo", COPIES["copies"]))
+    save_checkpoint(one, folder / "by-copies", 1, {}, keep=1)
+    other = learner(folder, "grpo")
+    load_checkpoint(other, folder / "by-copies" / "step-00000001")
+    kept, again = weights(one), weights(other)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    return kept
+
+
+COPIES = {  # of the sharded model, two, on four ranks
+    "copies": Layout(settings={"replicas": 2}),
+    "whole copies": Layout(settings={"replicas": 2, "reshard": False}),
+    "shared copies": Layout(settings={"replicas": 2, "context_parallel": 2}),
+    "a copy a rank": Layout(settings={"replicas": 4}),
+}
 SHARED = Layout(settings={"context_parallel": 2})  # two ranks, each micro-batch
 BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
 VARIANTS = {
@@ -226,6 +246,10 @@ def main(folder: Path) -> None:
         for variant in ("whole", "recomputed", "offloaded"):
             out[variant] = run(folder, "ppo", VARIANTS[variant])
         out["poisoned"] = {name: poisoned(folder, name) for name in ("grpo", "ppo", "dpo")}
+    if dist.get_world_size() == 4:
+        for variant, layout in COPIES.items():
+            out[variant] = {name: run(folder, name, layout) for name in ("ppo", "gspo")}
+        out["of copies"] = saved_by_copies(folder)
     if dist.get_rank() == 0:
         torch.save(out, folder / f"{dist.get_world_size()}.pt")
     destroy_process_group()

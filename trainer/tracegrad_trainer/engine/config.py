@@ -73,6 +73,12 @@ class FsdpSettings(BaseModel):
         description="experts of a mixture: as the router says now, as it said before the batch"
         " (r2), or as the serving engine chose (r3)",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="copies of the sharded model (HSDP): shards lie on neighbouring ranks, one"
+        " copy a node say, and only gradients travel between copies",
+    )
     context_parallel: int = Field(
         1,
         ge=1,

@@ -32,6 +32,7 @@ from tracegrad_trainer.engine.attention.masked import (
     ScoreTransform,
     Values,
 )
+from tracegrad_trainer.engine.distributed import not_divisible
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +51,8 @@ class ContextParallel:
         """
         if size == 1:
             return None
-        if ranks.size() % size:
-            raise ValueError(not_divisible(ranks.size(), size))
+        if problem := not_divisible(ranks.size(), "context_parallel", size):
+            raise ValueError(problem)
         shape = (ranks.size() // size, size)
         return cls(init_device_mesh(ranks.device_type, shape, mesh_dim_names=("data", "context")))
 
@@ -98,13 +99,6 @@ class ContextParallel:
         gathered: Any = _GatherTargets.apply
         found: Tensor = gathered(own, places, targets, self.group)
         return found
-
-
-def not_divisible(ranks: int, size: int) -> str:
-    return (
-        f"fsdp.context_parallel = {size}: {ranks} ranks cannot be divided into groups of {size};"
-        " set it, or ranks, so that they can"
-    )
 
 
 class _GatherTargets(torch.autograd.Function):

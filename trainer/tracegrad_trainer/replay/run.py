@@ -109,7 +109,7 @@ def _make_checkpoint(
 
 def _learner(recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
     """With the weights of the recorded checkpoint, or the model folder's."""
-    seed_all(settings.seed + mesh.get_local_rank())  # as a trainer that starts
+    seed_all(settings.seed + dist.get_rank())  # as a trainer that starts
     learner = build_learner(settings, mesh, adamw=recorded.batch.adamw)
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)

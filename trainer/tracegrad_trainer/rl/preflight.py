@@ -12,9 +12,8 @@ from tracegrad.store.read.rollouts import count_untrained
 from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import asked_quantization
-from tracegrad_trainer.engine import context_parallel
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
-from tracegrad_trainer.engine.distributed import compute_dtype, pick_device
+from tracegrad_trainer.engine.distributed import compute_dtype, not_divisible, pick_device
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
@@ -56,9 +55,9 @@ def check_memory(
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
-    shared = settings.fsdp.context_parallel
-    if world % shared:
-        raise ValueError(context_parallel.not_divisible(world, shared))
+    for field in ("replicas", "context_parallel"):
+        if problem := not_divisible(world, field, getattr(settings.fsdp, field)):
+            raise ValueError(problem)
     memory.check_fits_memory(
         settings.model,
         settings.fsdp,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal
 
+import torch.distributed as dist
+
 from tracegrad.store import Store, StoreError
 from tracegrad_trainer.batches import Row
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -72,7 +74,7 @@ class TrainLoop:
         self.watch = Stopwatch()
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
-        seed_all(settings.seed + mesh.get_local_rank())
+        seed_all(settings.seed + dist.get_rank())
         self.coordinator: Coordinator | None = None
         self.store: Store | None = None
         self.state: RunState | None = None

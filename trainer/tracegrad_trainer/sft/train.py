@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
+
 from tracegrad.store import Store
 from tracegrad_trainer.batches import Row, mismatched_rows
 from tracegrad_trainer.engine import (
@@ -82,7 +84,7 @@ class SftTrainer:
         trainer = settings.trainer
         mesh = init_process_group(trainer.fsdp)
         stack.callback(destroy_process_group)
-        seed_all(trainer.seed + mesh.get_local_rank())
+        seed_all(trainer.seed + dist.get_rank())
         self.outline = run_on_rank_zero(lambda: self._prepare(stack))
         self.learner = build_learner(trainer, mesh, self._optim())
         self.saver = CheckpointSaver(self.outline.folder / "checkpoints")

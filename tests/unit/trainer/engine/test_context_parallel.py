@@ -51,7 +51,7 @@ def test_what_cannot_be_shared_is_refused_by_name(seen: dict[str, Any]) -> None:
         " (3 of keys and values): set it to one of [1, 2, 3, 6]"
     )
     assert "LlamaForCausalLM looks at a row's other tokens by more than" in seen["said"]["mixes"]
-    assert "4 ranks cannot be divided into groups of 3" in seen["said"]["ranks"]
+    assert "fsdp.context_parallel = 3: 4 ranks cannot be divided by it" in seen["said"]["ranks"]
 
 
 @pytest.mark.parametrize(

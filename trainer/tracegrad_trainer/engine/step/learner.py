@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
-from tracegrad_trainer.engine.distributed import compute_device
+from tracegrad_trainer.engine.distributed import compute_device, replicas_of
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext, forward
@@ -199,7 +199,8 @@ class Learner:
         )
         learning = self.critic if self._critic_alone else [*self.policy, *self.critic]
         squares = squared_norm(local_gradients(learning), self.device)
-        self.engine.sum_over_context(squares)  # each rank has shards of its own
+        self.engine.sum_over_context(squares)  # each rank has shards of its own,
+        squares /= replicas_of(self.mesh)  # or one of their copies
         # What fills up a rank's micro-batches is no part of the step.
         real = [batch for batch in micro_batches if (batch.row_keys >= 0).any()]
         counted = {

@@ -92,7 +92,7 @@ def gae_by_token(
         lam=objective.gae_lambda,
     )
     back = torch.from_numpy(np.argsort(order))
-    rank = engine.data.get_local_rank()
+    rank = engine.data.rank()
     first = sum(len(one.value) for some in everyone[:rank] for one in some)
     ends = np.cumsum([first, *map(len, values)])
     advantage, returns = (
@@ -162,7 +162,7 @@ def gae_by_turn(
         value, reward, rollout, number, gamma=objective.gamma, lam=objective.gae_lambda
     )
     found = torch.from_numpy(np.stack([value, advantage, returns])).float().to(engine.device)
-    at = sum(len(part[0]) for part in everyone[: engine.data.get_local_rank()])
+    at = sum(len(part[0]) for part in everyone[: engine.data.rank()])
     completed = []
     for one, before in zip(inputs, known, strict=True):
         of_turns = found[:, at : at + one.batch.turns]

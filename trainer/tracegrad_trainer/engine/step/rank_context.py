@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -30,10 +31,12 @@ class RankContext:
     context: ContextParallel | None = None
 
     @property
-    def data(self) -> DeviceMesh:
+    def data(self) -> dist.ProcessGroup:
         """Ranks that together have each micro-batch once: what is counted of those is added up over
         these ranks."""
-        return self.mesh if self.context is None else self.context.data
+        found = group.WORLD if self.context is None else self.context.data.get_group()
+        assert found is not None
+        return found
 
     def inputs(
         self, micro_batches: Sequence[MicroBatch], model: nn.Module | None = None
@@ -46,7 +49,7 @@ class RankContext:
         self, values: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Tensor:
         """Over all micro-batches, in place."""
-        dist.all_reduce(values, how, group=self.data.get_group())
+        dist.all_reduce(values, how, group=self.data)
         return values
 
     def sum_over_context(self, values: Tensor) -> Tensor:
@@ -62,7 +65,7 @@ class RankContext:
     def all_gather(self, mine: T) -> list[T]:
         """That of each rank of `data`, by rank."""
         everyone: list[Any] = [None] * self.data.size()
-        dist.all_gather_object(everyone, mine, group=self.data.get_group())
+        dist.all_gather_object(everyone, mine, group=self.data)
         return everyone
 
     def reshard(self) -> None:

@@ -9,9 +9,19 @@ import pytest
 import torch
 
 from support.trainer import layout_ranks
-from support.trainer.layout_ranks import BATCHES, OBJECTIVES, VARIANTS, Layout, batch, run, without
-from support.trainer.learners import apart
+from support.trainer.layout_ranks import (
+    BATCHES,
+    COPIES,
+    OBJECTIVES,
+    VARIANTS,
+    Layout,
+    batch,
+    run,
+    without,
+)
+from support.trainer.learners import apart, weights
 from support.trainer.ranks import run_on_ranks
+from tracegrad_trainer.engine import load_checkpoint
 
 EXACT = 1e-6
 # A product over a rollout's tokens, some sixty, multiplies the roundings of their log-probabilities
@@ -89,6 +99,23 @@ def test_ranks_that_share_micro_batches_give_the_same(
 ) -> None:
     """Two of them a micro-batch: one group, and two that have micro-batches of their own."""
     same(several[ranks]["shared"][name], one[name], exact(name))
+
+
+@pytest.mark.parametrize("variant", COPIES)
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_copies_of_a_sharded_model_give_the_same(
+    one: dict[str, Any], several: dict[int, dict[str, Any]], name: str, variant: str
+) -> None:
+    same(several[4][variant][name], one[name], exact(name))
+
+
+def test_one_rank_loads_what_copies_have_saved(
+    folder: Path, several: dict[int, dict[str, Any]], one_rank: None
+) -> None:
+    fresh = layout_ranks.learner(folder, "grpo")
+    load_checkpoint(fresh, folder / "by-copies" / "step-00000001")
+    expected = several[4]["of copies"]
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(fresh).items())
 
 
 @pytest.mark.parametrize("budget", [84, 1000])
