@@ -47,10 +47,11 @@ def check_request(machine: Machine, request: PlacementRequest) -> None:
         raise ValueError("gpus.share: vLLM or the ranks are on the CPU: leave it out")
     if not there or not request.train_on_gpu:
         return
-    if request.context_parallel > there:
+    if request.rank_multiple > there:
         raise ValueError(
-            f"fsdp.context_parallel = {request.context_parallel}: so many ranks share a row, one on"
-            f" each GPU, and this machine has {there} GPU{'s' * (there > 1)}; lower it"
+            "fsdp.context_parallel, fsdp.replicas: the number of ranks must be a multiple of"
+            f" {request.rank_multiple}, one rank trains on each GPU, and this machine has {there}:"
+            " lower them"
         )
     if ranks is None:
         return
@@ -113,12 +114,12 @@ def _rank_counts(request: PlacementRequest, free: Sequence[int], least: int = 1)
     if request.ranks is not None:
         return [request.ranks]
     counts = range(min(least, max(1, len(free))), len(free) + 1)
-    return [count for count in counts if count % request.context_parallel == 0]
+    return [count for count in counts if count % request.rank_multiple == 0]
 
 
 def all_ranks(numbers: tuple[int, ...], request: PlacementRequest) -> tuple[int, ...]:
     """GPUs of ranks that need not leave any to vLLM."""
-    count = request.ranks or len(numbers) // request.context_parallel * request.context_parallel
+    count = request.ranks or len(numbers) // request.rank_multiple * request.rank_multiple
     return numbers[: count or len(numbers)]
 
 

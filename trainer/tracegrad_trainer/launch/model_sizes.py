@@ -108,7 +108,7 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         max_num_seqs=vllm.sequences,
         sleep_level=asked.sleep_level,
-        context_parallel=settings.fsdp.context_parallel,
+        rank_multiple=settings.fsdp.rank_multiple,
         engine_on_gpu=gpus > 0 and not vllm.on_cpu,
         train_on_gpu=gpus > 0 and settings.fsdp.device != "cpu",
     )

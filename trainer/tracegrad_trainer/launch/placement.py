@@ -177,7 +177,7 @@ def _plan(
             return _Refusal(0, f"{len(gpus)} GPUs hold no whole number of engines of {filled}")
         train = split.train
         if request.vllm is None and request.train is None and request.ranks is None and train:
-            more = len(idle) // request.context_parallel * request.context_parallel
+            more = len(idle) // request.rank_multiple * request.rank_multiple
             train = idle[len(idle) - more :] + train  # what no engine can use trains
         split = Split(split.engine[:filled], train, split.shared)
     if short := _training_room(machine, sizes, split, layout):

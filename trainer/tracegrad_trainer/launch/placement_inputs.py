@@ -82,7 +82,7 @@ class PlacementRequest:
     gpu_memory_utilization: float | None = None
     max_num_seqs: int = 256
     sleep_level: int = 2
-    context_parallel: int = 1  # ranks are a multiple of it
+    rank_multiple: int = 1  # how many ranks there are is a multiple of it
     engine_on_gpu: bool = True
     train_on_gpu: bool = True
 

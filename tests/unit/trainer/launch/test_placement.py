@@ -279,18 +279,20 @@ def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
 
 
 def test_ranks_that_share_rows_come_in_their_number(folder: Path) -> None:
-    """fsdp.context_parallel: another number of ranks would be refused after the plan."""
+    """fsdp.context_parallel, fsdp.replicas: another number would be refused after the plan."""
+    sets = ["fsdp.context_parallel=4", "fsdp.replicas=2"]
+    assert placement_request(settings_of(folder, *sets), gpus=8).rank_multiple == 4
     sizes = sizes_of(folder, "8B", True)
     for count, parallel, trains in ((8, 4, 4), (8, 2, 2), (6, 2, 2), (5, 2, 2), (7, 3, 3)):
-        found = plan(sizes, machine(count, 80), context_parallel=parallel)
+        found = plan(sizes, machine(count, 80), rank_multiple=parallel)
         assert (found.ranks, found.shared) == (trains, False)
-    found = plan(sizes, machine(3, 80), context_parallel=2, share=True)
+    found = plan(sizes, machine(3, 80), rank_multiple=2, share=True)
     assert (found.ranks, found.shared) == (2, True)
     # Of three GPUs that no copy of four can use two train.
-    found = plan(sizes, machine(9, 80), context_parallel=2, tensor_parallel=4)
+    found = plan(sizes, machine(9, 80), rank_multiple=2, tensor_parallel=4)
     assert (len(found.engine_gpus), found.ranks) == (4, 4)
-    assert place_training(machine(5, 80), PlacementRequest(context_parallel=2)) == (0, 1, 2, 3)
-    found = plan(sizes, machine(5, 80), context_parallel=4, engine_on_gpu=False)
+    assert place_training(machine(5, 80), PlacementRequest(rank_multiple=2)) == (0, 1, 2, 3)
+    found = plan(sizes, machine(5, 80), rank_multiple=4, engine_on_gpu=False)
     assert found.train_gpus == (0, 1, 2, 3)
 
 
@@ -359,7 +361,7 @@ def test_what_the_settings_name_is_kept(folder: Path) -> None:
         (0, {"vllm": (0,)}, "gpus.vllm: this machine has no GPU"),
         (0, {"share": True}, "gpus.share: this machine has no GPU"),
         (2, {"train": (0,), "train_on_gpu": False}, "gpus.train: fsdp.device puts it on the CPU"),
-        (2, {"context_parallel": 4}, "fsdp.context_parallel = 4: .* this machine has 2 GPUs"),
+        (2, {"rank_multiple": 4}, "fsdp.replicas: .* a multiple of 4, .* this machine has 2"),
         (1, {"share": False}, r"\[gpus\] leaves no way to lay it out"),
     ],
 )
