@@ -60,6 +60,12 @@ def placement_line(placement: Placement) -> str:
     return f"placement: vLLM{engines} on {serves}, {trained} on {trains}"
 
 
+def placement_lines(placement: Placement) -> list[str]:
+    """And why, where there was something to choose."""
+    reasons = placement.reasons if placement.gpus else ()
+    return [placement_line(placement), *(f"- {reason}" for reason in reasons)]
+
+
 def _on(gpus: tuple[int, ...]) -> str:
     return f"GPU{'s' * (len(gpus) > 1)} {gpu_words(gpus)}" if gpus else "the CPU"
 

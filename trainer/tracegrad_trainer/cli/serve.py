@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
-from tracegrad_trainer.cli.placement import placement_line
+from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -159,7 +159,8 @@ class ServeStack:
         placement = plan_placement(settings)
         settings = self.settings = with_placement(settings, placement)
         self.ready_timeout_s = ready_timeout_s(placement)
-        self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
+        for line in placement_lines(placement):
+            self.console.print(line, highlight=False, soft_wrap=True)
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
         point = resume_point(settings, self.store)

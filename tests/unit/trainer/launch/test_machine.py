@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.private_files import private_folder
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.cli.placement import placement_lines
 from tracegrad_trainer.cli.serve import plan_placement
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import (
@@ -149,6 +150,16 @@ def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
     assert found["placement"]["shared"] is found["settings"]["gpus"]["share"] is True
     assert dry_run(settings, "--dry-run", "--gpus", "many")[0] == 2
     assert dry_run(settings, "--gpus", "2x24GiB")[0] == 2
+
+
+def test_a_start_says_why_and_which_gpus_it_left_out(settings: TrainerSettings) -> None:
+    gpus = [Gpu(i, "fake", 24 * GIB, free * GIB) for i, free in enumerate((3, 24, 24))]
+    lines = placement_lines(plan_serve(settings, Machine(tuple(gpus), 64 * GIB)))
+    assert lines[0] == "placement: vLLM on GPU 1, 1 rank on GPU 2"
+    assert lines[1].startswith("- apart, so that both work at once: 1 of 3 GPUs trains")
+    assert any(line.startswith("- GPU 0 is left out: others hold 21.0 GiB") for line in lines)
+    on_cpu = plan_serve(settings, Machine((), 64 * GIB))
+    assert placement_lines(on_cpu) == ["placement: vLLM on the CPU, 1 rank on the CPU"]
 
 
 def test_gpus_that_are_used_alike_are_one_row(settings: TrainerSettings) -> None:
