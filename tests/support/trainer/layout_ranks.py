@@ -230,7 +230,9 @@ VARIANTS = {
     "plain": Layout(),
     "whole": Layout(settings={"reshard": False}),
     "recomputed": Layout(settings={"gradient_checkpointing": True}),
+    "recomputed in part": Layout(settings={"gradient_checkpointing": "selective"}),
     "offloaded": Layout(settings={"cpu_offload": True}),
+    "compiled and recomputed": Layout(settings={"compile": True, "gradient_checkpointing": True}),
     "chunked": Layout(elements=300),
 }
 

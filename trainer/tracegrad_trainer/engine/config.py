@@ -57,8 +57,15 @@ class FsdpSettings(BaseModel):
         description="packed or varlen (ours), or one of transformers; auto: varlen on CUDA in"
         " bfloat16, else packed",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="keep only each block's input and compute the rest again in backward"
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="keep only each block's input and compute the rest again in backward;"
+        " selective: keep what attention gives and every other matrix product too",
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile of each block, but for its attention, which has kernels of its"
+        " own: faster steps after a first one that takes minutes",
     )
     cpu_offload: bool = Field(
         False, description="weights, gradients and optimizer stay in the host's memory"
@@ -93,6 +100,15 @@ class FsdpSettings(BaseModel):
     def rank_multiple(self) -> int:
         """The number of ranks is a multiple of it."""
         return math.lcm(self.context_parallel, self.replicas)
+
+    @model_validator(mode="after")
+    def _compile_suits(self) -> Self:
+        if self.compile and self.routing != "own":
+            raise ValueError(
+                f"fsdp.compile and fsdp.routing = {self.routing!r}: a compiled router cannot be"
+                " given its routes; set one of them to its default"
+            )
+        return self
 
     @model_validator(mode="after")
     def _context_parallel_suits(self) -> Self:

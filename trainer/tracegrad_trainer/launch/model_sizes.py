@@ -170,7 +170,7 @@ def _in_memory(folder: Path | None) -> bool:
 def _lighter(fsdp: FsdpSettings) -> dict[str, FsdpSettings]:
     """Settings that take less memory, the cheapest in time first."""
     found: dict[str, dict[str, object]] = {}
-    if not fsdp.gradient_checkpointing:
+    if fsdp.gradient_checkpointing is not True:
         found["fsdp.gradient_checkpointing = true"] = {"gradient_checkpointing": True}
     if fsdp.lora is None:
         found["[fsdp.lora]"] = {"lora": LoraSettings()}

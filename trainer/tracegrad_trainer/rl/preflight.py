@@ -15,6 +15,7 @@ from tracegrad_trainer.config.vllm import asked_quantization
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.distributed import compute_dtype, not_divisible, pick_device
 from tracegrad_trainer.engine.model import memory
+from tracegrad_trainer.engine.model.parallelize import check_compiler
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
@@ -55,6 +56,8 @@ def check_memory(
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
+    if settings.fsdp.compile:
+        check_compiler()
     for field in ("replicas", "context_parallel"):
         if problem := not_divisible(world, field, getattr(settings.fsdp, field)):
             raise ValueError(problem)

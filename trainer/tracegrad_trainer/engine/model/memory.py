@@ -304,7 +304,11 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
     layers = layer_configs(config)
     each = [_kept(layer) for layer in layers]
     inputs = sum(layer.hidden_size for layer in layers)
-    values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
+    values = sum(each)
+    if settings.gradient_checkpointing:  # of one block all at a time
+        values = inputs + max(each)
+    if settings.gradient_checkpointing == "selective":  # and of the others about half
+        values += (sum(each) - max(each)) // 2
     return tokens * values * compute_dtype(settings).itemsize
 
 
@@ -397,7 +401,7 @@ def free_cgroup_memory(group: Path) -> int | None:
 
 def _advice(settings: FsdpSettings, device: str) -> str:
     ways = ["more ranks on more devices"]
-    if not settings.gradient_checkpointing:
+    if settings.gradient_checkpointing is not True:
         ways.append("fsdp.gradient_checkpointing = true")
     if device == "cuda" and compute_dtype(settings) == torch.float32:
         ways.append("fsdp.compute_dtype = 'bfloat16'")

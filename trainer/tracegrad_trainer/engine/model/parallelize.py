@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
@@ -29,6 +28,7 @@ from tracegrad_trainer.engine.distributed import (
     pick_device,
 )
 from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
+from tracegrad_trainer.engine.model.activation_checkpointing import recomputed
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.hf_weights import (
     HfWeights,
@@ -127,18 +127,25 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         router_replay.install_replay(model)
     if settings.lora is not None:
         lora.attach_adapters(model, settings.lora)
-    if settings.gradient_checkpointing:
+    # Forwards are replaced, not modules, whose wrappers change the parameters' names.
+    if settings.compile:
+        check_compiler()
         for block in transformer_blocks(model):
-            # Not transformers' own, which works in training mode only; not torch's wrapper
-            # module, which changes the parameters' names.
-            block.forward = MethodType(_recomputed, block)
+            block.forward = torch.compile(block.forward, dynamic=True)  # rows differ in length
+    if settings.gradient_checkpointing:  # of what is compiled: the other way round it is not
+        for block in transformer_blocks(model):
+            kind = settings.gradient_checkpointing
+            block.forward = recomputed(block.forward, selective=kind == "selective")
     return model
 
 
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = MethodType(type(block).forward, block)
-    # Nothing in the block is random.
-    return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+def check_compiler() -> None:
+    """Raises ValueError: what torch.compile makes cannot be built here."""
+    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+        raise ValueError(
+            "fsdp.compile needs a C++ compiler: install g++ (Debian: apt-get install g++), or leave"
+            " it out"
+        )
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:

@@ -141,7 +141,7 @@ def test_a_padded_row_a_forward_gives_the_same(
 
 
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "plain"])
-def test_where_memory_is_saved_the_numbers_are_the_same(
+def test_where_memory_or_time_is_saved_the_numbers_are_the_same(
     folder: Path, one: dict[str, Any], variant: str
 ) -> None:
     same(run(folder, "ppo", VARIANTS[variant]), one["ppo"])
