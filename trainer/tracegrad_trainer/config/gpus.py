@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def parse_gpus(text: str) -> tuple[int, ...]:
@@ -29,7 +29,15 @@ def _checked(text: str) -> str:
     return text
 
 
-GpuList = Annotated[str, AfterValidator(_checked)]
+def _as_text(value: object) -> object:
+    """`0` and `[0, 2]`, as TOML and the command line have them, are lists of GPUs too."""
+    numbers = value if isinstance(value, list) else [value]
+    if numbers and all(type(number) is int for number in numbers):
+        return ",".join(map(str, numbers))
+    return value
+
+
+GpuList = Annotated[str, BeforeValidator(_as_text), AfterValidator(_checked)]
 
 
 class GpuSettings(BaseModel):

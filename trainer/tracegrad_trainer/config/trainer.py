@@ -75,7 +75,7 @@ _SYNONYMS = {
 }
 
 
-# Silence of an engine on GPUs that the ranks share, where proxy.read_timeout_s is not set.
+# What calls wait for an engine on GPUs that the ranks share, where [proxy] does not say it.
 LONGEST_SHARED_STEP_S = 3600.0
 
 
@@ -371,9 +371,10 @@ class TrainerSettings(FileSettings):
 
 def with_sleep(vllm: VllmSettings, proxy: ProxySettings) -> tuple[VllmSettings, ProxySettings]:
     """Both as `gpus.share` needs them, also where it is chosen after these settings were read: an
-    engine that sleeps is silent for a whole step, to streams that are under way too."""
-    if "read_timeout_s" not in proxy.model_fields_set:
-        proxy = proxy.model_copy(update={"read_timeout_s": LONGEST_SHARED_STEP_S})
+    engine that sleeps is silent for a whole step, and calls wait for it."""
+    for name in ("read_timeout_s", "max_wait_s"):  # of calls that run, and of those that come
+        if name not in proxy.model_fields_set:
+            proxy = proxy.model_copy(update={name: LONGEST_SHARED_STEP_S})
     return vllm.model_copy(update={"sleep_mode": True}), proxy
 
 

@@ -172,6 +172,15 @@ class VllmSettings(BaseModel):
         return _DTYPES.get(named, "bfloat16")
 
     @property
+    def rounds_weights(self) -> bool:
+        """Whether vLLM keeps the weights that it is given in 8 bits."""
+        return asked_quantization(vars(self)) is not None
+
+    @property
+    def caches_fp8(self) -> bool:
+        return caches_fp8(vars(self))
+
+    @property
     def serving_dtype(self) -> ServingDtype:
         """In which numbers vLLM computes; `fp8` also where only the weights, or only the KV cache,
         are of 8 bits."""
@@ -259,8 +268,12 @@ class VllmSettings(BaseModel):
 
 def serves_fp8(settings: Mapping[str, Any]) -> bool:
     """Of `[vllm]`, which may not be checked yet: whether weights or KV cache are of 8 bits."""
-    cache = _option(_extra_args(settings), "--kv-cache-dtype")
-    return asked_quantization(settings) is not None or "fp8" in str(cache)
+    return asked_quantization(settings) is not None or caches_fp8(settings)
+
+
+def caches_fp8(settings: Mapping[str, Any]) -> bool:
+    """Of `[vllm]`, which may not be checked yet."""
+    return "fp8" in str(_option(_extra_args(settings), "--kv-cache-dtype"))
 
 
 def asked_quantization(settings: Mapping[str, Any]) -> str | None:

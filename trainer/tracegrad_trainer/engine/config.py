@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -94,6 +95,11 @@ class FsdpSettings(BaseModel):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
+
+    @property
+    def rank_multiple(self) -> int:
+        """The number of ranks is a multiple of it."""
+        return math.lcm(self.context_parallel, self.replicas)
 
     @model_validator(mode="after")
     def _compile_suits(self) -> Self:

@@ -224,6 +224,7 @@ class _Probing:
             tokens=settings.push.probe_tokens,
             model=settings.vllm.served_model_name,
             key=engine_key.get_secret_value() if engine_key else None,
+            timeout=settings.push.timeout_s,
         )
         self.shared = True
         _share(samples)

@@ -38,8 +38,9 @@ RENEWALS = 3
 RENEW_TIMEOUT_S = 10.0
 # What a trainer that is started meanwhile says: it need but be started again.
 HOLDER = "the guard that wakes vLLM after a trainer that ended, and is soon done"
-# Other ranks may hold their GPUs' memory for a moment longer than rank 0 lives.
-ATTEMPTS, PAUSE_S = 6, 5.0
+# Other ranks hold their GPUs' memory longer than rank 0 lives: in a collective they hear no signal,
+# and torchrun kills them only after 30 s.
+ATTEMPTS, PAUSE_S = 13, 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,11 @@ class WakePlan:
 class WakeGuard:
     """Rank 0's end of it: the process, started with the first plan and again if it has ended."""
 
-    def __init__(self, engine: GuardedEngine) -> None:
+    def __init__(self, engine: GuardedEngine, lock: int | None = None) -> None:
+        """`lock`: a descriptor that keeps the weight files from being removed as left behind by
+        this process; it is the guard's as well."""
         self._engine = engine
+        self._lock = lock
         self._process: subprocess.Popen[str] | None = None
 
     def arm(self, plan: WakePlan) -> None:
@@ -120,6 +124,7 @@ class WakeGuard:
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            pass_fds=() if self._lock is None else (self._lock,),
         )
 
     def _told(self, order: dict[str, Any] | None) -> bool:

@@ -11,7 +11,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tracegrad_trainer.utils.scratch_folder import remove_left_behind
+
 VERSIONS = 2
+PREFIX = "tracegrad-weights"  # of the folder with the files
 _SHARED = Path("/dev/shm")
 
 
@@ -28,6 +31,7 @@ def choose_directory(asked: Path | None, size: int) -> Path:
         if not (directory.is_dir() and os.access(directory, os.W_OK)):
             found.append(f"{directory} cannot be written")
             continue
+        remove_left_behind(PREFIX, directory)  # a killed run's files are as large as ours
         free = shutil.disk_usage(directory).free
         if free >= VERSIONS * size:
             return directory

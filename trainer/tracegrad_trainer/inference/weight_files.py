@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tracegrad_trainer.inference.weight_directory import PREFIX
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
 
 _SHARD_BYTES = 256 << 20
@@ -23,8 +24,13 @@ class WeightFiles:
     path."""
 
     def __init__(self, directory: Path) -> None:
-        self._scratch = ScratchFolder("tracegrad-weights", directory)
+        self._scratch = ScratchFolder(PREFIX, directory)
         self.folder = self._scratch.path
+
+    @property
+    def lock(self) -> int:
+        """A descriptor: the folder is nobody's to remove while some process has it open."""
+        return self._scratch.lock
 
     def write(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Path]:
         """Writes (checkpoint name, whole tensor) pairs; the files, each of 256 MiB or one tensor

@@ -32,6 +32,9 @@ from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
+# Seconds after which the proxy lets calls go of a trainer that is gone; the most that it takes.
+HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
+
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
@@ -50,7 +53,8 @@ class WeightPusher:
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (default: see `weight_directory`). Without
     `proxy_url`, only the engine's own queue holds calls; `proxy_key` is the proxy's control key,
-    or its admin key. With `sleep` the engine does not only pause, it sleeps.
+    or its admin key. With `sleep` the engine does not only pause, it sleeps. `hold_ttl_s`: default
+    two minutes, or as long as a request may take.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class WeightPusher:
         checkpoint: Path | None = None,
         directory: Path | None = None,
         drain_s: float = 2.0,
-        hold_ttl_s: float = 120.0,
+        hold_ttl_s: float | None = None,
         timeout_s: float = 300.0,
         sleep: SleepSettings | None = None,
     ) -> None:
@@ -75,6 +79,10 @@ class WeightPusher:
         self._served = _served(version, files)
         self._files = WeightFiles(directory or choose_directory(None, 0))
         self._vllm = VllmControl(vllm_url, timeout_s)
+        if hold_ttl_s is None:
+            # Nobody renews the hold of a pause, and a call that it let go would meet a paused
+            # engine: its tokens would be of no known version.
+            hold_ttl_s = HOLD_TTL_S if sleep else min(max(HOLD_TTL_S, timeout_s), LONGEST_HOLD_S)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
         self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
         if sleep:
@@ -87,7 +95,7 @@ class WeightPusher:
                 self._proxy,
                 drain_s,
                 level=sleep.level,
-                guard=WakeGuard(guarded),
+                guard=WakeGuard(guarded, self._files.lock),
                 folder=self._files.folder,
             )
         self._stopped = False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.config.vllm import CPU_KV_BYTES
+from tracegrad_trainer.config.vllm import CPU_KV_BYTES, VllmSettings
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 from tracegrad_trainer.engine.model.memory import estimate_memory, meta_model
@@ -16,14 +18,18 @@ from tracegrad_trainer.launch.placement import AND, ModelSizes, PlacementRequest
 
 # The served version of a push's files and the one under way (`WeightFiles`).
 _PUSH_VERSIONS = 2
-# vLLM's options that have a setting of their own, which memory is planned by.
-_SETTINGS_OF = {
+# vLLM's options that memory is planned by: the setting to use in their place, if there is one.
+_PLANNED: dict[str, str | None] = {
     "--tensor-parallel-size": "tensor_parallel",
     "-tp": "tensor_parallel",
     "--data-parallel-size": "data_parallel",
     "-dp": "data_parallel",
+    "--pipeline-parallel-size": None,
+    "-pp": None,
     "--gpu-memory-utilization": "gpu_memory_utilization",
     "--kv-cache-memory-bytes": "kv_cache_memory_bytes",
+    "--max-model-len": "max_model_len",
+    "--max-num-seqs": "max_num_seqs",
 }
 
 
@@ -43,7 +49,7 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
     text = config.get_text_config()
     count = sum(p.numel() for p in model.parameters())
     on_gpu = gpus > 0 and not settings.vllm.on_cpu
-    itemsize = _served_itemsize(settings.vllm.dtype, on_gpu)
+    itemsize = _served_itemsize(settings.vllm, on_gpu)
     cached = [_kv_values(layer) for layer in layers]
     longest = settings.vllm.max_model_len or getattr(text, "max_position_embeddings", None) or 4096
     tokens = settings.tokens_of_a_rank
@@ -60,15 +66,17 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
 
     return ModelSizes(
         parameters=count,
-        served=count * itemsize,
-        kv_bytes=itemsize * sum(values for values, _ in cached),
-        kv_heads=min(heads for _, heads in cached),
-        heads=min(query_heads(layer)[0] for layer in layers),
+        served=itemsize * count - (itemsize - 1) * _rounded(model, settings.vllm),
+        kv_bytes=(1 if settings.vllm.caches_fp8 else itemsize) * sum(n for n, _ in cached),
+        kv_heads=math.gcd(*(heads for _, heads in cached)),
+        heads=math.gcd(*(query_heads(layer)[0] for layer in layers)),
+        inner=math.gcd(*(width for layer in layers for width in _mlp_widths(layer))),
         vocabulary=text.vocab_size,
         max_model_len=longest,
         pushed=_PUSH_VERSIONS * itemsize * count,
         ranks=ranks(settings.fsdp),
         ways={name: ranks(fsdp) for name, fsdp in _lighter(settings.fsdp).items()} if gpus else {},
+        pushed_to_memory=_in_memory(settings.push.folder),
     )
 
 
@@ -80,10 +88,12 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
     """
     vllm, asked = settings.vllm, settings.gpus
     for option in vllm.extra_args:
-        if name := _SETTINGS_OF.get(option.partition("=")[0]):
+        word = option.partition("=")[0]
+        if (word := word.replace("_", "-")) in _PLANNED:
+            instead = f"set vllm.{name} instead, or " if (name := _PLANNED[word]) else ""
             raise ValueError(
-                f"vllm.extra_args: {option} is planned with GPU memory: set vllm.{name} instead, or"
-                " leave it out"
+                f"vllm.extra_args: GPUs and their memory are planned by {option}, which no plan"
+                f" sees there: {instead}leave it out"
             )
     on_gpu = gpus > 0 and not vllm.on_cpu
     kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
@@ -97,6 +107,8 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
         kv_cache_bytes=kv,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         max_num_seqs=vllm.sequences,
+        sleep_level=asked.sleep_level,
+        rank_multiple=settings.fsdp.rank_multiple,
         engine_on_gpu=gpus > 0 and not vllm.on_cpu,
         train_on_gpu=gpus > 0 and settings.fsdp.device != "cpu",
     )
@@ -111,6 +123,7 @@ def _rank_memory(
         gathered=found.whole,
         activations=found.activations + found.scores,
         host=max(found.loading, found.copied),
+        gradients=found.gradients,
         offloaded=found.offloaded,
     )
 
@@ -126,9 +139,32 @@ def _kv_values(layer: Any) -> tuple[int, int]:
     return 2 * heads * width, heads
 
 
-def _served_itemsize(dtype: str | None, on_gpu: bool) -> int:
-    """vLLM's auto makes two bytes of float32."""
-    return 4 if dtype in ("float32", "float") or (dtype is None and not on_gpu) else 2
+def _served_itemsize(vllm: VllmSettings, on_gpu: bool) -> int:
+    """Of weights that are not rounded to 8 bits, and of what is cached. vLLM's auto makes two bytes
+    of float32."""
+    if vllm.dtype is None and not on_gpu:
+        return 4
+    return 4 if vllm.weights_dtype == "float32" else 2
+
+
+def _rounded(model: nn.Module, vllm: VllmSettings) -> int:
+    """How many weights vLLM keeps in 8 bits: those of linear layers and experts. Embeddings and
+    heads stay as they are; scales are not counted."""
+    if not vllm.rounds_weights:
+        return 0
+    whole = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+    kept = {id(p) for layer in whole if layer is not None for p in layer.parameters()}
+    return sum(p.numel() for p in model.parameters() if p.ndim >= 2 and id(p) not in kept)
+
+
+def _mlp_widths(layer: Any) -> list[int]:
+    names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+    return [width for name in names if isinstance(width := getattr(layer, name, None), int)]
+
+
+def _in_memory(folder: Path | None) -> bool:
+    """Whether the files of a push, which go to shared memory if nothing is said, are there."""
+    return folder is None or folder.resolve().is_relative_to("/dev/shm")
 
 
 def _lighter(fsdp: FsdpSettings) -> dict[str, FsdpSettings]:

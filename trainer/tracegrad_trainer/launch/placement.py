@@ -1,90 +1,56 @@
 """Which GPUs vLLM serves on and which train, chosen by number of GPUs and the model's size.
 
 `place` is pure: a machine, a model's sizes and what the settings fix go in, a plan with its reasons
-comes out. The rule is in docs/gpus.md. What vLLM needs beside weights and KV cache, and what a
-process costs on a GPU, are assumptions (the constants below): no GPU was at hand to measure them.
+comes out. The rule is in docs/gpus.md.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from tracegrad_trainer.launch.machine import GIB, Gpu, Machine
+from tracegrad_trainer.launch.engine_layout import EngineLayout, check_engine, fit_engine
+from tracegrad_trainer.launch.gpu_splits import (
+    Split,
+    all_ranks,
+    check_request,
+    gpu_words,
+    splits,
+    usable,
+)
+from tracegrad_trainer.launch.machine import Gpu, Machine
+from tracegrad_trainer.launch.placement_inputs import (
+    CONTEXT,
+    PROCESS,
+    RESERVE,
+    WORKSPACE,
+    ModelSizes,
+    PlacementRequest,
+    RankMemory,
+    in_gib,
+    listed,
+    room_of,
+)
+from tracegrad_trainer.launch.placement_reasons import placement_reasons
 
-# Of each GPU's memory, left to fragmentation and to what no estimate knows.
-RESERVE = 0.05
-# A process on a GPU: CUDA's context, cuBLAS's and NCCL's buffers.
-CONTEXT = 1 * GIB
-# vLLM beside weights and KV cache: one scheduled batch's activations, CUDA graphs; logits besides.
-WORKSPACE = 2 * GIB
-# A process's libraries in the host's memory.
-PROCESS = 2 * GIB
-# A KV cache is of use if it holds the longest sequence, and so many of this length.
-USEFUL_SEQUENCES, USEFUL_TOKENS = 16, 4096
-# At most every so manieth GPU trains, where that is enough: decoding takes most of a step's time.
-TRAIN_SHARE = 4
+__all__ = [
+    "AND",
+    "RESERVE",
+    "DoesNotFitError",
+    "GpuPlan",
+    "ModelSizes",
+    "Placement",
+    "PlacementRequest",
+    "RankMemory",
+    "gpu_words",
+    "place",
+    "place_training",
+]
+
 # What is advised where longer sequences do not fit.
 SHORT = 8192
-# A part of the host's memory: two versions, as a push keeps them.
-PUSH_FILES = "files of a weight push"
 # Between the names of settings that are changed together.
 AND = " and "
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Bytes of one rank; `offloaded`: the state is in the host's memory."""
-
-    state: int
-    gathered: int
-    activations: int
-    host: int  # beside the state, while it loads or copies a checkpoint
-    offloaded: bool = False
-
-    @property
-    def resident(self) -> int:
-        """On its GPU all the time."""
-        return CONTEXT + (0 if self.offloaded else self.state)
-
-    @property
-    def peak(self) -> int:
-        return self.resident + self.gathered + self.activations
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSizes:
-    """What a model takes. `ranks`: a rank's memory, by number of ranks from 1 up to the number of
-    GPUs; `ways`: the same with settings that take less, by their names."""
-
-    parameters: int
-    served: int  # bytes of its weights in the served dtype
-    kv_bytes: int  # of a token, in all layers and heads
-    kv_heads: int  # into how many parts it can be divided
-    heads: int
-    vocabulary: int
-    max_model_len: int
-    pushed: int  # bytes of the files of a weight push
-    ranks: Mapping[int, RankMemory]
-    ways: Mapping[str, Mapping[int, RankMemory]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementRequest:
-    """What the settings fix; None: to be chosen."""
-
-    vllm: tuple[int, ...] | None = None
-    train: tuple[int, ...] | None = None
-    share: bool | None = None
-    ranks: int | None = None
-    tensor_parallel: int | None = None
-    data_parallel: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
-    max_num_seqs: int = 256
-    engine_on_gpu: bool = True
-    train_on_gpu: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +91,7 @@ class Placement:
     gpus: tuple[GpuPlan, ...]
     host: Mapping[str, int]
     host_free: int
+    pushed: int  # bytes of the files of a weight push, of two versions
     reasons: tuple[str, ...]
 
     @property
@@ -134,34 +101,10 @@ class Placement:
         return tuple(self.engine_gpus[i : i + size] for i in range(0, len(self.engine_gpus), size))
 
     @property
-    def pushed(self) -> int:
-        """Bytes of the files of a weight push, of two versions."""
-        return self.host[PUSH_FILES]
-
-    @property
     def train_free(self) -> int | None:
         """Bytes that are free on each GPU that trains; None: it is done on the CPU."""
         free = [plan.gpu.free for plan in self.gpus if plan.gpu.index in self.train_gpus]
         return min(free, default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """GPUs to be tried; `minimum`: the smallest possible vLLM takes only what it needs of them."""
-
-    engine: tuple[int, ...]
-    train: tuple[int, ...]
-    shared: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Engine:
-    tensor_parallel: int
-    data_parallel: int
-    weights: int
-    workspace: int
-    kv: int
-    tokens: int
 
 
 class DoesNotFitError(ValueError):
@@ -176,14 +119,16 @@ def place(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> Pla
         DoesNotFitError: a ValueError too: no way to lay the model out has room.
     """
     check_request(machine, request)
+    if request.engine_on_gpu and machine.gpus:
+        check_engine(len(machine.gpus), sizes, request)
     if not machine.gpus or not (request.engine_on_gpu or request.train_on_gpu):
-        return _on_cpu(machine, sizes, request)
-    refused: dict[bool, str] = {}
-    for split in _splits(machine, request):
-        found = _try(machine, sizes, request, split)
+        return _assemble(machine, sizes, request, Split((), (), False), None)
+    refused: dict[bool, _Refusal] = {}
+    for split in splits(machine, request):
+        found = _plan(machine, sizes, request, split)
         if isinstance(found, Placement):
             return found
-        if not split.shared or True not in refused:  # of both kinds that of the most GPUs
+        if found.tells_more_than(refused.get(split.shared), split):
             refused[split.shared] = found
     raise DoesNotFitError(_why_not(machine, sizes, request, refused))
 
@@ -197,186 +142,72 @@ def place_training(machine: Machine, request: PlacementRequest) -> tuple[int, ..
     check_request(machine, request)
     if not machine.gpus or not request.train_on_gpu:
         return ()
-    return request.train or _numbers(machine)[: request.ranks]
+    return request.train or all_ranks(usable(machine, request), request)
 
 
-def check_request(machine: Machine, request: PlacementRequest) -> None:
-    """Raises ValueError: see `place`."""
-    there, ranks = len(machine.gpus), request.ranks
-    lists = {"vllm": request.vllm, "train": request.train}
-    given = [name for name, value in lists.items() if value is not None]
-    given += ["share"] if request.share else []
-    if given and not there:
-        raise ValueError(
-            f"gpus.{given[0]}: this machine has no GPU that could be used, vLLM and the ranks are"
-            " on its CPU: leave [gpus] out"
-        )
-    for name, on_gpu in (("vllm", request.engine_on_gpu), ("train", request.train_on_gpu)):
-        if lists[name] is not None and not on_gpu:
-            device = "vllm.device" if name == "vllm" else "fsdp.device"
-            raise ValueError(f"gpus.{name}: {device} puts it on the CPU: leave one of them out")
-        for index in lists[name] or ():
-            if index >= there:
-                raise ValueError(
-                    f"gpus.{name}: GPU {index} is not there: this machine has {there}, numbered"
-                    f" from 0; name some of 0-{there - 1}"
-                )
-    if request.share and not (request.engine_on_gpu and request.train_on_gpu):
-        raise ValueError("gpus.share: vLLM or the ranks are on the CPU: leave it out")
-    if not there or not request.train_on_gpu or ranks is None:
-        return
-    if request.train is not None and len(request.train) != ranks:
-        raise ValueError(
-            f"ranks = {ranks}, but gpus.train = {_words(request.train)!r} names"
-            f" {len(request.train)}: one rank trains on each GPU; leave ranks out"
-        )
-    if ranks > there:
-        raise ValueError(
-            f"ranks = {ranks}: this machine has {there} GPU{'s' * (there > 1)}, and one rank trains"
-            f" on each: set ranks = {there}, or leave it out"
-        )
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """Why a split has no room; `reached`: 0 vLLM, 1 the ranks, 2 the host's memory."""
+
+    reached: int
+    why: str
+
+    def tells_more_than(self, other: _Refusal | None, split: Split) -> bool:
+        """Whoever gets furthest with the most GPUs: apart, the ranks have more and more."""
+        if other is None or self.reached != other.reached:
+            return other is None or self.reached > other.reached
+        return self.reached > 0 and not split.shared
 
 
-def _splits(machine: Machine, request: PlacementRequest) -> Iterator[_Split]:
-    """Ways to lay it out, the best first."""
-    numbers = _numbers(machine)
-    engine, train = request.vllm, request.train
-    if not request.engine_on_gpu:
-        yield from (_Split((), numbers[:n], False) for n in _rank_counts(request, numbers))
-        return
-    if not request.train_on_gpu:
-        yield from (_Split(engine or numbers, (), False) for _ in range(1))
-        return
-    if not request.share:
-        yield from _apart(numbers, request)
-    if request.share is False or (engine and train and set(engine) != set(train)):
-        return
-    together = engine or train
-    if together is not None:
-        whole = request.share or set(together) == set(numbers)
-        if whole and request.ranks in (None, len(together)):
-            yield _Split(together, together, True)
-        return
-    counts = [request.ranks] if request.ranks else range(len(numbers), 0, -1)
-    yield from (_Split(numbers[:n], numbers[:n], True) for n in counts)
-
-
-def _apart(numbers: tuple[int, ...], request: PlacementRequest) -> Iterator[_Split]:
-    """The fewest GPUs train: the last ones."""
-    engine, train = request.vllm, request.train
-    if engine is not None and train is not None:
-        if not set(engine) & set(train):
-            yield _Split(engine, train, False)
-        return
-    if train is not None:
-        rest = tuple(n for n in numbers if n not in train)
-        if rest:
-            yield _Split(rest, train, False)
-        return
-    free = tuple(n for n in numbers if n not in (engine or ()))
-    for count in _rank_counts(request, free, least=math.ceil(len(numbers) / TRAIN_SHARE)):
-        rest = engine or free[: len(free) - count]
-        if rest and count <= len(free):
-            yield _Split(rest, free[len(free) - count :], False)
-
-
-def _rank_counts(request: PlacementRequest, free: Sequence[int], least: int = 1) -> Sequence[int]:
-    if request.ranks is not None:
-        return [request.ranks]
-    return range(min(least, max(1, len(free))), len(free) + 1)
-
-
-def _try(
-    machine: Machine, sizes: ModelSizes, request: PlacementRequest, split: _Split
-) -> Placement | str:
+def _plan(
+    machine: Machine, sizes: ModelSizes, request: PlacementRequest, split: Split
+) -> Placement | _Refusal:
     """The plan of a split, or why it has no room."""
-    engine, train = split.engine, split.train
-    idle = 0
-    if engine:
-        found = _fit_engine(machine, sizes, request, split)
+    layout = None
+    if split.engine:
+        gpus = [machine.gpus[n] for n in split.engine]
+        beside = sizes.ranks[len(split.train)].between_steps if split.shared else 0
+        found = fit_engine(gpus, sizes, request, beside)
         if isinstance(found, str):
-            return found
-        copies = found.tensor_parallel * found.data_parallel
-        idle = len(engine) - copies
+            return _Refusal(0, found)
+        layout = found
+        filled = found.tensor_parallel * found.data_parallel
+        idle = split.engine[filled:]
         if idle and split.shared:
-            return f"{len(engine)} GPUs hold no whole number of engines of {copies}"
-        if idle and request.vllm is None and request.train is None and request.ranks is None:
-            train = engine[copies:] + train  # what no engine can use trains
-        engine = engine[:copies]
-    else:
-        found = None
-    rank = sizes.ranks[len(train)] if train else sizes.ranks[request.ranks or 1]
-    if train and (short := _training_room(machine, rank, found, split, train)):
-        return short
-    placement = _assemble(machine, sizes, request, (engine, train, split.shared), found)
+            return _Refusal(0, f"{len(gpus)} GPUs hold no whole number of engines of {filled}")
+        train = split.train
+        if request.vllm is None and request.train is None and request.ranks is None and train:
+            more = len(idle) // request.rank_multiple * request.rank_multiple
+            train = idle[len(idle) - more :] + train  # what no engine can use trains
+        split = Split(split.engine[:filled], train, split.shared)
+    if short := _training_room(machine, sizes, split, layout):
+        return _Refusal(1, short)
+    placement = _assemble(machine, sizes, request, split, layout)
     wanted = sum(placement.host.values())
     if wanted > machine.host:
-        return (
-            f"about {_gib(wanted)} of the host's memory ({_listed(placement.host)}), and"
-            f" {_gib(machine.host)} are free"
+        why = (
+            f"about {in_gib(wanted)} of the host's memory ({listed(placement.host)}), and"
+            f" {in_gib(machine.host)} are free"
         )
+        return _Refusal(2, why)
     return placement
 
 
-def _fit_engine(
-    machine: Machine, sizes: ModelSizes, request: PlacementRequest, split: _Split
-) -> _Engine | str:
-    count = len(split.engine)
-    room = min(_room(machine.gpus[n]) for n in split.engine)
-    resident = sizes.ranks[len(split.train)].resident if split.shared else 0
-    total = min(machine.gpus[n].total for n in split.engine)
-    needed = _useful_tokens(sizes)
-    if request.kv_cache_bytes or request.gpu_memory_utilization:
-        needed = sizes.max_model_len  # as vLLM itself
-    said = f"vLLM cannot be divided over {count} GPU{'s' * (count > 1)}"
-    for size in _tensor_sizes(sizes, request, count):
-        copies = request.data_parallel or count // size
-        if not size <= size * copies <= count:
-            continue
-        weights = -(-sizes.served // size)
-        workspace = CONTEXT + WORKSPACE + 12 * request.max_num_seqs * sizes.vocabulary // size
-        left = room - resident - weights - workspace
-        kv = left
-        if request.kv_cache_bytes:
-            kv = request.kv_cache_bytes
-        elif request.gpu_memory_utilization:
-            kv = int(request.gpu_memory_utilization * total) - weights - workspace
-        a_token = -(-sizes.kv_bytes // min(size, sizes.kv_heads))
-        if needed * a_token <= kv <= left:
-            return _Engine(size, copies, weights, workspace, kv, kv // a_token)
-        wanted = weights + workspace + max(kv if kv != left else 0, needed * a_token)
-        beside = f" beside {_gib(resident)} of training state" if resident else ""
-        said = (
-            f"vLLM on {size} GPU{'s' * (size > 1)} needs {_gib(wanted)} of each (weights"
-            f" {_gib(weights)}, working memory {_gib(workspace)}, a KV cache of {needed} tokens"
-            f" {_gib(needed * a_token)}){beside}, and has {_gib(room)}"
-        )
-    return said
-
-
-def _tensor_sizes(sizes: ModelSizes, request: PlacementRequest, count: int) -> list[int]:
-    """Powers of two, that divide the heads, the smallest first."""
-    if request.tensor_parallel is not None:
-        return [request.tensor_parallel]
-    powers = (1 << power for power in range(count.bit_length()))
-    return [size for size in powers if size <= count and sizes.heads % size == 0]
-
-
 def _training_room(
-    machine: Machine,
-    rank: RankMemory,
-    engine: _Engine | None,
-    split: _Split,
-    train: tuple[int, ...],
+    machine: Machine, sizes: ModelSizes, split: Split, layout: EngineLayout | None
 ) -> str | None:
-    asleep = engine.workspace if split.shared and engine else 0
-    room = min(_room(machine.gpus[n]) for n in train)
+    """Why the ranks have no room on their GPUs."""
+    if not split.train:
+        return None
+    rank = sizes.ranks[len(split.train)]
+    asleep = layout.workspace if split.shared and layout else 0
+    room = min(room_of(machine.gpus[n]) for n in split.train)
     if rank.peak + asleep <= room:
         return None
-    beside = f" beside {_gib(asleep)} of a sleeping vLLM" if asleep else ""
+    beside = f" beside {in_gib(asleep)} of a sleeping vLLM" if asleep else ""
     return (
-        f"a rank of {len(train)} needs {_gib(rank.peak)} ({_listed(_rank_parts(rank))}){beside},"
-        f" and has {_gib(room)}"
+        f"a rank of {len(split.train)} needs {in_gib(rank.peak)}"
+        f" ({listed(_rank_parts(rank))}){beside}, and has {in_gib(room)}"
     )
 
 
@@ -384,53 +215,57 @@ def _assemble(
     machine: Machine,
     sizes: ModelSizes,
     request: PlacementRequest,
-    who: tuple[tuple[int, ...], tuple[int, ...], bool],
-    engine: _Engine | None,
+    split: Split,
+    layout: EngineLayout | None,
 ) -> Placement:
-    gpus, train, shared = who
-    ranks = len(train) or request.ranks or 1
-    rank = sizes.ranks[ranks]
-    plans = []
-    for gpu in machine.gpus:
-        serving = _engine_parts(engine) if engine and gpu.index in gpus else {}
-        training = _rank_parts(rank) if gpu.index in train else {}
-        if serving and training:
-            still = {name: training[name] for name in ("state", "context") if name in training}
-            asleep = {"vLLM asleep": engine.workspace if engine else 0}
-            serving, training = serving | still, training | asleep
-        else:
-            serving = training = serving | training
-        users = ["vLLM"] * (gpu.index in gpus)
-        users += [f"rank {i}" for i, index in enumerate(train) if index == gpu.index]
-        plans.append(GpuPlan(gpu=gpu, users=tuple(users), serving=serving, training=training))
-    copies = (engine.tensor_parallel, engine.data_parallel) if engine else (1, 1)
-    total = min((machine.gpus[n].total for n in gpus), default=0)
-    share = None
-    if engine:
-        used = engine.weights + engine.workspace + engine.kv
-        share = math.floor(1000 * used / total) / 1000  # vLLM refuses to start on less than it
+    """Whether it fits the CPU, where something is there, is checked by `check_fits_memory`."""
+    ranks = len(split.train) or request.ranks or 1
+    size = layout.tensor_parallel if layout else request.tensor_parallel or 1
+    copies = layout.data_parallel if layout else request.data_parallel or 1
+    share, kv = request.gpu_memory_utilization, request.kv_cache_bytes or 0
+    tokens = kv * size // max(1, sizes.kv_bytes)
+    if layout:
+        kv, tokens = layout.kv, layout.tokens
+        share = share or layout.share_of([machine.gpus[n] for n in split.engine])
     return Placement(
-        engine_gpus=gpus,
-        train_gpus=train,
-        shared=shared,
+        engine_gpus=split.engine,
+        train_gpus=split.train,
+        shared=split.shared,
         ranks=ranks,
-        tensor_parallel=copies[0],
-        data_parallel=copies[1],
-        kv_cache_bytes=engine.kv if engine else request.kv_cache_bytes,
-        gpu_memory_utilization=share,
-        kv_tokens=engine.tokens if engine else None,
-        gpus=tuple(plans),
-        host=_host_parts(sizes, rank, ranks, copies[0] * copies[1]),
+        tensor_parallel=size,
+        data_parallel=copies,
+        kv_cache_bytes=kv or None,
+        gpu_memory_utilization=share if layout else None,
+        kv_tokens=tokens,
+        gpus=tuple(_gpu_plan(gpu, sizes, split, layout) for gpu in machine.gpus),
+        host=_host_parts(sizes, request, split, (ranks, size, copies)),
         host_free=machine.host,
-        reasons=tuple(_reasons(machine, sizes, request, (gpus, train, shared), engine)),
+        pushed=sizes.pushed,
+        reasons=tuple(placement_reasons(machine, sizes, request, split, layout)),
     )
 
 
-def _engine_parts(engine: _Engine) -> dict[str, int]:
+def _gpu_plan(gpu: Gpu, sizes: ModelSizes, split: Split, layout: EngineLayout | None) -> GpuPlan:
+    users = ["vLLM"] if gpu.index in split.engine else []
+    serving = _engine_parts(layout) if layout and users else {}
+    training: dict[str, int] = {}
+    if gpu.index in split.train:
+        users.append(f"rank {split.train.index(gpu.index)}")
+        rank = sizes.ranks[len(split.train)]
+        training = _rank_parts(rank)
+        if layout and split.shared:
+            serving |= _between_steps(rank)
+            training |= {"vLLM asleep": layout.workspace}
+    if not split.shared:
+        serving = training = serving | training
+    return GpuPlan(gpu=gpu, users=tuple(users), serving=serving, training=training)
+
+
+def _engine_parts(layout: EngineLayout) -> dict[str, int]:
     return {
-        "served weights": engine.weights,
-        "KV cache": engine.kv,
-        "vLLM's working memory": engine.workspace,
+        "served weights": layout.weights,
+        "KV cache": layout.kv,
+        "vLLM's working memory": layout.workspace,
     }
 
 
@@ -441,107 +276,61 @@ def _rank_parts(rank: RankMemory) -> dict[str, int]:
     return parts | {"gathered": rank.gathered, "activations": rank.activations}
 
 
-def _host_parts(sizes: ModelSizes, rank: RankMemory, ranks: int, workers: int) -> dict[str, int]:
+def _between_steps(rank: RankMemory) -> dict[str, int]:
+    """What is left of a rank while vLLM serves, and what it needs to check a push."""
+    parts = {"context": CONTEXT}
+    if not rank.offloaded:
+        parts["state without gradients"] = rank.state - rank.gradients
+    return parts | {"gathered": rank.gathered}
+
+
+def _host_parts(
+    sizes: ModelSizes, request: PlacementRequest, split: Split, sized: tuple[int, int, int]
+) -> dict[str, int]:
+    """`sized`: ranks, tensor_parallel, data_parallel. What has no GPU is here as well."""
+    ranks, size, copies = sized
+    rank = sizes.ranks[ranks]
     parts = {
-        "processes": PROCESS * (ranks + workers),
+        "processes": PROCESS * (ranks + size * copies),
         "loading or a checkpoint's copy": ranks * rank.host,
-        PUSH_FILES: sizes.pushed,
     }
-    return parts | ({"offloaded state": ranks * rank.state} if rank.offloaded else {})
-
-
-def _on_cpu(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> Placement:
-    """Everything is where it always was; whether it fits is checked by `check_fits_memory`."""
-    ranks = request.ranks or 1
-    rank, copies = sizes.ranks[ranks], request.data_parallel or 1
-    parallel = request.tensor_parallel or 1
-    host = _host_parts(sizes, replace(rank, offloaded=False), ranks, parallel * copies)
-    host |= {
-        "state": ranks * rank.state,
-        "gathered": ranks * rank.gathered,
-        "activations": ranks * rank.activations,
-        "served weights": copies * sizes.served,
-        "KV cache": parallel * copies * (request.kv_cache_bytes or 0),
-    }
-    kv_tokens = (request.kv_cache_bytes or 0) * parallel // max(1, sizes.kv_bytes)
-    why = "this machine has no GPU" if not machine.gpus else "vllm.device and fsdp.device say so"
-    number = f"{ranks} rank{'s' * (ranks > 1)}"
-    return Placement(
-        engine_gpus=(),
-        train_gpus=(),
-        shared=False,
-        ranks=ranks,
-        tensor_parallel=parallel,
-        data_parallel=copies,
-        kv_cache_bytes=request.kv_cache_bytes,
-        gpu_memory_utilization=None,
-        kv_tokens=kv_tokens,
-        gpus=tuple(GpuPlan(gpu=gpu, users=(), serving={}, training={}) for gpu in machine.gpus),
-        host=host,
-        host_free=machine.host,
-        reasons=(f"vLLM and {number} on the CPU: {why}",),
-    )
-
-
-def _reasons(
-    machine: Machine,
-    sizes: ModelSizes,
-    request: PlacementRequest,
-    who: tuple[tuple[int, ...], tuple[int, ...], bool],
-    engine: _Engine | None,
-) -> Iterator[str]:
-    gpus, train, shared = who
-    named = request.vllm is not None or request.train is not None or request.share is not None
-    if shared and named:
-        yield "vLLM and the ranks share their GPUs: [gpus] says so"
-    elif shared and len(machine.gpus) == 1:
-        yield "vLLM and one rank share the only GPU: vLLM sleeps while the rank works"
-    elif shared:
-        apart = "" if request.ranks is None else f" with ranks = {request.ranks}"
-        yield (
-            f"vLLM and {len(train)} ranks share {len(train)} GPUs: apart they have no room{apart}"
-        )
-    elif named:
-        yield "vLLM and the ranks are apart, on the GPUs of [gpus]"
-    elif gpus and train:
-        fewest = "ranks says how many" if request.ranks else "the fewest that hold it, for"
-        fewest += "" if request.ranks else " decoding takes most of a step"
-        count = f"{len(train)} of {len(machine.gpus)} GPUs train"
-        yield f"apart, so that both work at once: {count} ({fewest})"
-    if engine is not None:
-        size = engine.tensor_parallel
-        why = (
-            "as vllm.tensor_parallel says"
-            if request.tensor_parallel
-            else "the smallest that holds weights and a useful KV cache"
-        )
-        yield f"tensor_parallel = {size}: {why}; data_parallel = {engine.data_parallel}"
-        yield (
-            f"KV cache of {engine.tokens} tokens an engine:"
-            f" {engine.tokens / max(1, sizes.max_model_len):.1f} of the longest sequences"
-            f" ({sizes.max_model_len} tokens)"
-        )
-    used = set(gpus) | set(train)
-    if idle := [n for n in _numbers(machine) if n not in used]:
-        yield f"GPUs {_words(tuple(idle))} are left idle"
+    if sizes.pushed_to_memory:
+        parts["files of a weight push"] = sizes.pushed
+    if not split.train:
+        parts["state"] = ranks * rank.state
+        parts["gathered"] = ranks * rank.gathered
+        parts["activations"] = ranks * rank.activations
+    elif rank.offloaded:
+        parts["offloaded state"] = ranks * rank.state
+    if not split.engine:
+        parts["served weights"] = copies * sizes.served
+        parts["KV cache"] = size * copies * (request.kv_cache_bytes or 0)
+    elif split.shared:  # vLLM 0.32 keeps its graphs' memory there at either level
+        kept = copies * sizes.served if request.sleep_level == 1 else 0
+        parts["a sleeping vLLM"] = size * copies * WORKSPACE + kept
+    return parts
 
 
 def _why_not(
-    machine: Machine, sizes: ModelSizes, request: PlacementRequest, refused: Mapping[bool, str]
+    machine: Machine, sizes: ModelSizes, request: PlacementRequest, refused: Mapping[bool, _Refusal]
 ) -> str:
     gpus = f"{len(machine.gpus)} GPU{'s' * (len(machine.gpus) > 1)}"
-    each = _gib(min(gpu.free for gpu in machine.gpus))
+    least, most = (in_gib(how(gpu.free for gpu in machine.gpus)) for how in (min, max))
+    each = f"{least} free each" if least == most else f"{least} to {most} free"
     kinds = ("apart", "shared")
-    said = "; ".join(f"{kinds[shared]}, {line}" for shared, line in refused.items())
+    said = "; ".join(f"{kinds[shared]}, {one.why}" for shared, one in refused.items())
     line = (
-        f"model: {sizes.parameters / 1e9:.2f}e9 parameters do not fit on {gpus} with {each} free"
-        f" each: {said or '[gpus] leaves no way to lay it out'}"
+        f"model: {sizes.parameters / 1e9:.2f}e9 parameters do not fit on {gpus} with"
+        f" {each}: {said or '[gpus] leaves no way to lay it out'}"
     )
     would = _would_fit(machine, sizes, request)
+    would += [f"out {name}" for name in _without(machine, sizes, request)]
     if would:
-        return f"{line}. It would fit with {', or with '.join(would)}"
+        return f"{line}. It would fit with{', or with'.join(would)}"
     single = [name for name in sizes.ways if AND not in name]
-    return f"{line}. Not enough: {', '.join(single) or 'our settings'}; take more or larger GPUs"
+    host = bool(refused) and all(one.reached == 2 for one in refused.values())
+    more = "a host with more memory" if host else "more or larger GPUs"
+    return f"{line}. Not enough: {', '.join(single) or 'our settings'}; take {more}"
 
 
 def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> list[str]:
@@ -549,43 +338,29 @@ def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -
     ways = {name: replace(sizes, ranks=ranks) for name, ranks in sizes.ways.items()}
     if sizes.max_model_len > SHORT:
         ways[f"vllm.max_model_len = {SHORT}"] = replace(sizes, max_model_len=SHORT)
+    if sizes.pushed_to_memory:
+        ways["push.folder on a disk"] = replace(sizes, pushed_to_memory=False)
 
-    def fits(changed: ModelSizes) -> bool:
-        splits = _splits(machine, request)
-        return any(isinstance(_try(machine, changed, request, one), Placement) for one in splits)
-
-    found = [name for name, changed in ways.items() if fits(changed)]
+    found = [name for name, changed in ways.items() if _fits(machine, changed, request)]
     least = min((name.count(AND) for name in found), default=0)
-    return [name for name in found if name.count(AND) == least]
+    return [f" {name}" for name in found if name.count(AND) == least]
 
 
-def _useful_tokens(sizes: ModelSizes) -> int:
-    longest = sizes.max_model_len
-    return max(longest, USEFUL_SEQUENCES * min(longest, USEFUL_TOKENS))
+def _without(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> list[str]:
+    """Settings that are in the way: it would fit if one of them were left out."""
+    fixed = {
+        "[gpus]": replace(request, vllm=None, train=None, share=None),
+        "ranks": replace(request, ranks=None),
+        "vllm.tensor_parallel": replace(request, tensor_parallel=None),
+        "vllm.data_parallel": replace(request, data_parallel=None),
+        "vllm.kv_cache_memory_bytes": replace(request, kv_cache_bytes=None),
+        "vllm.gpu_memory_utilization": replace(request, gpu_memory_utilization=None),
+    }
+    return [
+        name for name, freed in fixed.items() if freed != request and _fits(machine, sizes, freed)
+    ]
 
 
-def _numbers(machine: Machine) -> tuple[int, ...]:
-    return tuple(gpu.index for gpu in machine.gpus)
-
-
-def _room(gpu: Gpu) -> int:
-    return gpu.free - int(RESERVE * gpu.total)
-
-
-def gpu_words(gpus: Sequence[int]) -> str:
-    """`0-5` for numbers in a row, else `0,2`: as `parse_gpus` reads them."""
-    return _words(tuple(gpus))
-
-
-def _words(gpus: tuple[int, ...]) -> str:
-    if len(gpus) > 1 and gpus == tuple(range(gpus[0], gpus[-1] + 1)):
-        return f"{gpus[0]}-{gpus[-1]}"
-    return ",".join(map(str, gpus))
-
-
-def _listed(parts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {_gib(count)}" for name, count in parts.items())
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
+def _fits(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -> bool:
+    found = (_plan(machine, sizes, request, one) for one in splits(machine, request))
+    return any(isinstance(one, Placement) for one in found)

@@ -79,6 +79,7 @@ def with_training_gpus(settings: TrainerSettings) -> TrainerSettings:
         train=settings.gpus.train_gpus,
         ranks=settings.ranks if "ranks" in settings.model_fields_set else None,
         train_on_gpu=settings.fsdp.device != "cpu",
+        rank_multiple=settings.fsdp.rank_multiple,
     )
     if not gpus:  # then none of [gpus] can be meant
         request = replace(request, vllm=settings.gpus.vllm_gpus, share=settings.gpus.share)

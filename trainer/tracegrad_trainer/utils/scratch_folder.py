@@ -17,27 +17,29 @@ from pathlib import Path
 
 
 class ScratchFolder:
-    """A new folder of ours under `base` (default: the folder for temporary files)."""
+    """A new folder of ours under `base` (default: the folder for temporary files). `lock`: the
+    descriptor that makes it ours; a child process that has it too keeps the folder when we end."""
 
     def __init__(self, prefix: str, base: Path | None = None) -> None:
         base = base or Path(tempfile.gettempdir())
-        _remove_left_behind(prefix, base)
+        remove_left_behind(prefix, base)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}-", dir=base))
             lock = _lock(self.path)
             if lock is not None:
                 break  # else somebody took it for left behind, just now
-        self._lock = lock
+        self.lock = lock
 
     def close(self) -> None:
         """Removes it. May be called again."""
-        if self._lock >= 0:
+        if self.lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            os.close(self.lock)
+            self.lock = -1
 
 
-def _remove_left_behind(prefix: str, base: Path) -> None:
+def remove_left_behind(prefix: str, base: Path) -> None:
+    """The folders of owners that are gone; not those of other users."""
     for folder in base.glob(f"{prefix}-*"):
         lock = _lock(folder)
         if lock is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from support.trainer.step_samples import trainer_settings
@@ -35,10 +37,12 @@ from tracegrad_trainer.inference.control_routes import (
 )
 from tracegrad_trainer.inference.engine_sleep import EngineSleep, SleepSettings
 from tracegrad_trainer.inference.publish import WeightPublisher
-from tracegrad_trainer.inference.wake_guard import WakePlan, bring_back
+from tracegrad_trainer.inference.wake_guard import ATTEMPTS, PAUSE_S, WakePlan, bring_back
+from tracegrad_trainer.inference.weight_directory import PREFIX
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
 from tracegrad_trainer.utils.network import find_free_port
+from tracegrad_trainer.utils.scratch_folder import remove_left_behind
 
 LOAD = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
 GO_ON = ["/wake_up kv_cache", "/resume", "/api/push/release"]
@@ -503,9 +507,10 @@ def test_a_shared_gpu_sets_what_a_sleep_needs(tmp_path: Path) -> None:
         )
         assert shared.vllm.sleep_mode
         assert shared.proxy.read_timeout_s == limit
+        assert shared.proxy.max_wait_s == 3600
     alone = TrainerSettings.model_validate(given)
     assert not alone.vllm.sleep_mode
-    assert alone.proxy.read_timeout_s == 600
+    assert (alone.proxy.read_timeout_s, alone.proxy.max_wait_s) == (600, 900)
 
 
 def test_vllm_is_started_for_it(checkpoint: Path) -> None:
@@ -536,6 +541,29 @@ def test_calls_wait_as_long_as_it_sleeps_and_not_longer(
         time.sleep(3 * ttl_s)
         assert engine.calls[made:] == []
         assert engine.calls[-1] == "/api/push/release"
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "sleep", "ttl_s"),
+    [(30, False, 120), (900, False, 900), (9000, False, 3600), (900, True, 120)],
+)
+def test_a_hold_lasts_as_long_as_a_request_may(
+    engine: SleepingEngine,
+    checkpoint: Path,
+    tmp_path: Path,
+    timeout_s: float,
+    sleep: bool,
+    ttl_s: float,
+) -> None:
+    """Nobody renews the hold of an engine that is only paused; the proxy takes an hour at most."""
+    settings = SleepSettings(1, tmp_path / "state") if sleep else None
+    url, options = engine.url, {"timeout_s": timeout_s, "directory": tmp_path}
+    with WeightPusher(url, url, checkpoint=checkpoint, sleep=settings, **options) as pusher:
+        if sleep:
+            with_plan(pusher)
+        push(engine, pusher, 1)
+    [hold] = [body for body in engine.bodies if "ttl_s" in body]
+    assert hold["ttl_s"] == ttl_s
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -604,6 +632,12 @@ def test_the_guard_holds_no_more_memory_than_it_must() -> None:
     subprocess.run([sys.executable, "-c", check], check=True)
 
 
+def test_a_guard_tries_until_torchrun_has_killed_the_other_ranks() -> None:
+    """Till then their memory is in the engine's way."""
+    grace_s = inspect.signature(PContext.close).parameters["timeout"].default
+    assert (ATTEMPTS - 1) * PAUSE_S > 1.5 * grace_s > 0
+
+
 def test_a_guard_waits_where_another_trainer_has_begun(
     engine: SleepingEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -615,6 +649,24 @@ def test_a_guard_waits_where_another_trainer_has_begun(
         assert isinstance(pusher._engine, EngineSleep)
         pusher._engine._guard.close()  # as the end of this process would
     assert engine.calls[made:] == []
+
+
+def test_files_that_a_guard_needs_are_not_left_behind(
+    engine: SleepingEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Another trainer on this host clears away after those that were killed."""
+    pusher = make_pusher(engine.url, checkpoint, tmp_path, 2)
+    push(engine, pusher, 1)
+    pusher.stop_engine()
+    files = pusher._files
+    os.close(files.lock)  # as the end of this process would
+    remove_left_behind(PREFIX, tmp_path)
+    assert list(files.folder.glob("1/*.safetensors"))
+    assert isinstance(pusher._engine, EngineSleep)
+    pusher._engine._guard.close()
+    assert engine.serves
+    assert engine.state.version == 1
+    assert not files.folder.exists()
 
 
 def test_a_guard_that_has_ended_is_started_again(

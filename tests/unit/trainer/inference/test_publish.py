@@ -80,6 +80,23 @@ def test_a_write_that_fails_leaves_nobody_waiting_in_a_gather(
     assert list(tmp_path.glob("*/1")) == []
 
 
+def test_the_check_of_a_push_has_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def sample(url: str, prompts: object, **options: object) -> None:
+        asked.update(options)
+        raise TimeoutError
+
+    monkeypatch.setattr(publish, "sample_probes", sample)
+    made = object.__new__(WeightPublisher)
+    push = SimpleNamespace(probe_tokens=4, timeout_s=7.0)
+    vllm = SimpleNamespace(api_key=None, url="http://127.0.0.1:1", served_model_name="policy")
+    made.settings = SimpleNamespace(vllm=vllm, push=push)  # type: ignore[assignment]
+    with pytest.raises(TimeoutError):
+        publish._Probing(made, [[1]])()
+    assert (asked["timeout"], asked["tokens"]) == (7.0, 4)
+
+
 def test_a_bucket_of_tensors_is_in_memory_at_a_time(
     publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:

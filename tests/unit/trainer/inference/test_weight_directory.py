@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tracegrad_trainer.inference import weight_directory
-from tracegrad_trainer.inference.weight_directory import choose_directory
+from tracegrad_trainer.inference.weight_directory import PREFIX, choose_directory
+from tracegrad_trainer.utils.scratch_folder import ScratchFolder
 
 MIB = 1 << 20
 
@@ -39,6 +40,27 @@ def test_the_folder_that_was_asked_for_or_none(free: dict[str, int], tmp_path: P
         choose_directory(tmp_path / "mine", 501 * MIB)
     with pytest.raises(ValueError, match=r"push.folder: .*nowhere cannot be written"):
         choose_directory(tmp_path / "nowhere", 1)
+
+
+def test_files_of_killed_runs_make_room(
+    free: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as large as ours: a run that is started again would find no room for its own."""
+    left = tmp_path / "mine" / f"{PREFIX}-killed"
+    left.mkdir()
+    alive = ScratchFolder(PREFIX, tmp_path / "mine")
+    whole = shutil.rmtree
+
+    def removed(path: Path, **options: bool) -> None:
+        whole(path, **options)
+        free["mine"] += 600
+
+    left.mkdir(exist_ok=True)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    assert choose_directory(tmp_path / "mine", 800 * MIB).name == "mine"
+    assert alive.path.exists()
+    assert not left.exists()
+    alive.close()
 
 
 def test_no_room_anywhere_is_said_with_what_is_free(free: dict[str, int]) -> None:

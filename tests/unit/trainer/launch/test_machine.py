@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.private_files import private_folder
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.cli.placement import placement_lines
+from tracegrad_trainer.cli.serve import plan_placement
+from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import (
     LONGEST_SHARED_STEP_S,
     TrainerSettings,
@@ -27,7 +30,7 @@ from tracegrad_trainer.launch.machine import (
     device_environment,
 )
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement, with_training_gpus
-from tracegrad_trainer.launch.session import write_resolved_settings
+from tracegrad_trainer.launch.session import StartError, write_resolved_settings
 from tracegrad_trainer.launch.torchrun import RankProcesses
 
 
@@ -82,8 +85,28 @@ def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -
     read = json.loads(file.read_text())
     assert read["gpus"] | {"vllm": "0-2", "train": "3", "share": False} == read["gpus"]
     assert read["vllm"]["data_parallel"] == 3
-    # Planned again, what was chosen is what is given.
-    assert with_placement(placed, plan_serve(placed, describe_machine("4x24GiB"))).ranks == 1
+
+
+@pytest.mark.parametrize("gpus", ["1x24GiB", "2x24GiB", "3x80GiB", "8x80GiB"])
+def test_stored_settings_are_read_and_planned_again(settings: TrainerSettings, gpus: str) -> None:
+    placed = with_placement(settings, plan_serve(settings, describe_machine(gpus)))
+    read = TrainerSettings.model_validate(placed.stored())
+    assert (read.gpus, read.vllm, read.ranks) == (placed.gpus, placed.vllm, placed.ranks)
+    # What was chosen is what is given now.
+    again = with_placement(read, plan_serve(read, describe_machine(gpus)))
+    assert (again.gpus, again.vllm, again.ranks) == (placed.gpus, placed.vllm, placed.ranks)
+
+
+def test_a_vllm_for_gpus_does_not_start_without_one(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM itself would say so after a minute, in a traceback."""
+    monkeypatch.setattr(resolve_gpus, "read_gpus", lambda: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(StartError, match=r"vllm.device: .* \(CUDA_VISIBLE_DEVICES = ''\)"):
+        plan_placement(settings)
+    on_cpu = settings.vllm.model_copy(update={"device": "cpu"})
+    assert plan_placement(settings.with_changes(vllm=on_cpu)).gpus == ()
 
 
 def test_ranks_follow_from_the_gpus(
@@ -99,7 +122,7 @@ def test_ranks_follow_from_the_gpus(
     # What follows from sharing follows from a choice too, and ranks read the same.
     for read in (shared, parse_resolved(shared.model_dump_json())):
         assert read.vllm.sleep_mode
-        assert read.proxy.read_timeout_s == LONGEST_SHARED_STEP_S
+        assert read.proxy.read_timeout_s == read.proxy.max_wait_s == LONGEST_SHARED_STEP_S
 
 
 def dry_run(settings: TrainerSettings, *words: str) -> tuple[int, str]:
@@ -112,13 +135,63 @@ def test_a_dry_run_says_who_is_where_and_why(settings: TrainerSettings) -> None:
     code, text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB")
     assert code == 0, text
     assert "placement: vLLM on GPU 0, 1 rank on GPU 1" in text
-    for words in ("served weights", "KV cache", "gathered", "files of a weight push", "- apart"):
+    for words in (
+        "served weights",
+        "KV cache",
+        "gathered",
+        "files of a weight push",
+        "- apart",
+        "precision: trains in bfloat16",
+    ):
         assert words in text
     code, text = dry_run(settings, "--dry-run", "--gpus", "1x24GiB", "--json")
     found = json.loads(text)
+    assert found["settings"]["fsdp"]["compute_dtype"] == "bfloat16"  # as it is there, not here
     assert found["placement"]["shared"] is found["settings"]["gpus"]["share"] is True
     assert dry_run(settings, "--dry-run", "--gpus", "many")[0] == 2
     assert dry_run(settings, "--gpus", "2x24GiB")[0] == 2
+
+
+def test_a_start_says_why_and_which_gpus_it_left_out(settings: TrainerSettings) -> None:
+    gpus = [Gpu(i, "fake", 24 * GIB, free * GIB) for i, free in enumerate((3, 24, 24))]
+    lines = placement_lines(plan_serve(settings, Machine(tuple(gpus), 64 * GIB)))
+    assert lines[0] == "placement: vLLM on GPU 1, 1 rank on GPU 2"
+    assert lines[1].startswith("- apart, so that both work at once: 1 of 3 GPUs trains")
+    assert any(line.startswith("- GPU 0 is left out: others hold 21.0 GiB") for line in lines)
+    on_cpu = plan_serve(settings, Machine((), 64 * GIB))
+    assert placement_lines(on_cpu) == ["placement: vLLM on the CPU, 1 rank on the CPU"]
+
+
+def test_gpus_that_are_used_alike_are_one_row(settings: TrainerSettings) -> None:
+    text = dry_run(settings, "--dry-run", "--gpus", "8x24GiB")[1]
+    rows = [line.split("  ")[:2] for line in text.splitlines() if "(described" in line]
+    assert rows == [
+        ["0-5 (described, 24.0 GiB)", "vLLM"],
+        ["6-7 (described, 24.0 GiB)", "ranks 0-1"],
+    ]
+    text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", "--set=gpus.share=true")[1]
+    rows = [line.split("  ")[:2] for line in text.splitlines() if "(described" in line]
+    both = "0-1 (described, 24.0 GiB)"
+    assert rows == [[both, "vLLM serves"], [both, "ranks 0-1 train"]]
+
+
+@pytest.mark.parametrize(("given", "text"), [(0, "0"), ([0, 2], "0,2"), ("0-2", "0-2")])
+def test_gpus_are_named_by_number_too(given: object, text: str) -> None:
+    """As `--set gpus.vllm=0` and TOML have them."""
+    assert GpuSettings.model_validate({"vllm": given}).vllm == text
+
+
+@pytest.mark.parametrize("given", [True, -1, [], [0, 0], [0, "1"], 1.5, "3-1"])
+def test_what_is_no_list_of_gpus_is_refused(given: object) -> None:
+    with pytest.raises(ValueError, match="vllm"):
+        GpuSettings.model_validate({"vllm": given})
+
+
+def test_a_dry_run_refuses_what_would_not_start(settings: TrainerSettings) -> None:
+    words = ["--set=vllm.quantization=fp8", "--set=objective.correction=none"]
+    code, text = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", *words)
+    assert code == 2
+    assert "vllm serves in fp8" in text
 
 
 def test_a_machine_without_gpus_is_planned_too(settings: TrainerSettings) -> None:

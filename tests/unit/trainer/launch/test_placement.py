@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from tracegrad_trainer.cli.serve import ready_timeout_s
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.launch import placement
 from tracegrad_trainer.launch.machine import GIB, Gpu, Machine
-from tracegrad_trainer.launch.model_sizes import model_sizes
+from tracegrad_trainer.launch.model_sizes import model_sizes, placement_request
 from tracegrad_trainer.launch.placement import (
     DoesNotFitError,
     ModelSizes,
@@ -114,13 +117,13 @@ TABLE = {
     ("1.7B", False, 80): ALIKE,
     ("1.7B", True, 24): ALIKE,
     ("8B", False, 24): NOWHERE,
-    ("8B", False, 80): ("no", "no", "2+2 tp1", "6+2 tp1"),
-    ("8B", False, 141): ("no", "1+1 tp1", "3+1 tp1", "6+2 tp1"),
+    ("8B", False, 80): ("no", "2 shared tp2", "2+2 tp1", "6+2 tp1"),
+    ("8B", False, 141): ALIKE,
     ("8B", True, 24): ("no", "no", "2+2 tp2", "6+2 tp2"),
     ("8B", True, 80): ALIKE,
-    ("32B", False, 80): ("no", "no", "no", "8 shared tp8"),
+    ("32B", False, 80): ("no", "no", "no", "8 shared tp4"),
     ("32B", False, 141): ("no", "no", "no", "4+4 tp1"),
-    ("32B", True, 80): ("no", "2 shared tp2", "2+2 tp2", "6+2 tp2"),
+    ("32B", True, 80): ("no", "no", "2+2 tp2", "6+2 tp2"),
     ("70B", False, 141): NOWHERE,
     ("70B", True, 80): ("no", "no", "no", "4+4 tp4"),
     ("70B", True, 141): ("no", "no", "2+2 tp2", "6+2 tp2"),
@@ -153,13 +156,183 @@ def test_a_model_that_does_not_fit_is_refused_with_figures_and_what_would(folder
     with pytest.raises(DoesNotFitError) as error:
         plan(sizes_of(folder, "70B", False), machine(8, 80))
     line = str(error.value)
+    # Of those that are apart whoever came furthest: vLLM had room, with fewer ranks.
+    assert "apart, a rank of 4 needs" in line
     assert line.startswith("model: 70.55e9 parameters do not fit on 8 GPUs with 80.0 GiB free each")
-    assert "beside 132.4 GiB of training state, and has 76.0 GiB" in line
+    assert "beside 106.7 GiB of training state, and has 76.0 GiB" in line
     assert line.endswith("It would fit with [fsdp.lora], or with fsdp.cpu_offload = true")
     with pytest.raises(DoesNotFitError, match=r"with \[fsdp.lora\] and fsdp.cpu_offload = true$"):
         plan(sizes_of(folder, "235B-A22B", False), machine(8, 80))
     with pytest.raises(DoesNotFitError, match="of the host's memory"):
         plan(sizes_of(folder, "8B", False), machine(8, 80, host=64))
+
+
+def test_weights_and_cache_in_8_bits_take_half(folder: Path) -> None:
+    half, exact = (
+        model_sizes(meta("8B"), settings_of(folder, *sets), gpus=8)
+        for sets in (["vllm.quantization=fp8", 'vllm.extra_args=["--kv-cache-dtype=fp8"]'], [])
+    )
+    embedded = 2 * 151_936 * 4096  # and the head: vLLM leaves both in bfloat16
+    vectors = 36 * (2 * 4096 + 2 * 128) + 4096  # norms
+    assert half.served == half.parameters + embedded + vectors
+    assert exact.served == 2 * exact.parameters
+    assert (half.kv_bytes, half.pushed) == (exact.kv_bytes // 2, exact.pushed)
+
+
+def test_a_push_is_checked_beside_a_vllm_that_serves(folder: Path) -> None:
+    """The forward of the check gathers weights on a GPU that vLLM has taken back; gradients are
+    gone by then."""
+    sizes = sizes_of(folder, "8B", False)
+    found = plan(sizes, machine(2, 80))
+    rank = sizes.ranks[2]
+    assert found.shared
+    for each in found.gpus:
+        assert each.serving["gathered"] == each.training["gathered"] == rank.gathered
+        assert each.serving["state without gradients"] == rank.state * 3 // 4
+
+
+def test_one_gpu_of_a_copy_has_all_logits(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    apart = [plan(sizes, machine(8, 80), tensor_parallel=n).gpus[0].serving for n in (1, 4)]
+    assert len({parts["vLLM's working memory"] for parts in apart}) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "inner", "fit"),
+    [
+        (32, 8, 12_288, [1, 2, 4, 8]),
+        (40, 10, 17_920, [1, 2]),  # 4 divides the heads, and not those of keys and values
+        (64, 4, 1536, [1, 2, 4, 8]),  # two GPUs keep each of four
+        (28, 4, 18_944, [1, 2, 4]),
+        (32, 8, 11_010, [1, 2]),
+    ],
+)
+def test_copies_are_of_sizes_that_vllm_can_divide(
+    folder: Path, heads: int, kv_heads: int, inner: int, fit: list[int]
+) -> None:
+    shapes = {"heads": heads, "kv_heads": kv_heads, "inner": inner}
+    sizes = replace(sizes_of(folder, "8B", True), served=100 * GIB, **shapes)
+    for size in (1, 2, 3, 4, 8):
+        if size in fit:
+            assert plan(sizes, machine(16, 200), tensor_parallel=size).tensor_parallel == size
+        else:
+            with pytest.raises(ValueError, match=f"vllm.tensor_parallel = {size} does not divide"):
+                plan(sizes, machine(16, 200), tensor_parallel=size)
+    with suppress(DoesNotFitError):
+        assert plan(sizes, machine(8, 40)).tensor_parallel in fit
+
+
+def test_more_gpus_than_there_are_is_no_question_of_memory(folder: Path) -> None:
+    sizes = sizes_of(folder, "0.6B", False)
+    with pytest.raises(ValueError, match=r"tensor_parallel = 4: 4 GPUs are needed, .* has 2"):
+        plan(sizes, machine(2, 80), tensor_parallel=4)
+    line = "tensor_parallel = 2 and vllm.data_parallel = 2: 4 GPUs are needed, and gpus.vllm names"
+    with pytest.raises(ValueError, match=line):
+        plan(sizes, machine(8, 80), tensor_parallel=2, data_parallel=2, vllm=(0, 1))
+
+
+def test_gpus_that_others_use_are_left_out(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    gpus = list(machine(4, 80).gpus)
+    gpus[0] = replace(gpus[0], free=30 * GIB)
+    of = Machine(tuple(gpus), 4096 * GIB)
+    found = plan(sizes, of)
+    assert (found.engine_gpus, found.train_gpus) == ((1, 2), (3,))
+    assert any(
+        "GPU 0 is left out: others hold 50.0 GiB of its 80.0 GiB" in r for r in found.reasons
+    )
+    assert place_training(of, PlacementRequest()) == (1, 2, 3)
+    # Asked for by name or number they are taken.
+    assert place_training(of, PlacementRequest(ranks=4)) == (0, 1, 2, 3)
+    assert plan(replace(sizes, kv_bytes=1), of, vllm=(0,)).engine_gpus == (0,)
+
+
+def test_vllm_starts_on_gpus_of_different_size(folder: Path) -> None:
+    """It compares its share of each GPU with what is free there, less its own context."""
+    rank = RankMemory(state=1, gathered=1, activations=1, host=1)
+    sizes = replace(sizes_of(folder, "0.6B", False), ranks={1: rank})
+    for total, free in (((24, 24, 80), (24, 24, 30)), ((8, 8, 8), (8, 8, 8))):
+        gpus = tuple(Gpu(i, "fake", total[i] * GIB, free[i] * GIB) for i in range(3))
+        small = replace(sizes, kv_bytes=1000)
+        found = plan(small, Machine(gpus, 4096 * GIB), vllm=(0, 2), train=(1,))
+        assert found.gpu_memory_utilization is not None
+        for gpu in (gpus[0], gpus[2]):
+            assert found.gpu_memory_utilization * gpu.total <= gpu.free - GIB
+
+
+def test_what_sleeps_in_the_hosts_memory_is_planned(folder: Path) -> None:
+    sizes, one = sizes_of(folder, "0.6B", False), machine(1, 80)
+    hosts = [plan(sizes, one, sleep_level=level).host for level in (1, 2)]
+    assert hosts[0]["a sleeping vLLM"] - hosts[1]["a sleeping vLLM"] == sizes.served
+    assert hosts[1]["a sleeping vLLM"] > 0  # its graphs' memory
+    assert "a sleeping vLLM" not in plan(sizes, machine(2, 80)).host
+
+
+def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    with pytest.raises(DoesNotFitError, match=r"It would fit with push.folder on a disk$"):
+        plan(sizes, machine(2, 80, host=24))
+    sets = ["fsdp.lora.rank=32", f"push.folder={folder}"]
+    on_disk = model_sizes(meta("8B"), settings_of(folder, *sets), gpus=2)
+    found = plan(on_disk, machine(2, 80, host=24))
+    assert found.pushed == sizes.pushed
+
+
+def test_ranks_that_share_rows_come_in_their_number(folder: Path) -> None:
+    """fsdp.context_parallel, fsdp.replicas: another number would be refused after the plan."""
+    sets = ["fsdp.context_parallel=4", "fsdp.replicas=2"]
+    assert placement_request(settings_of(folder, *sets), gpus=8).rank_multiple == 4
+    sizes = sizes_of(folder, "8B", True)
+    for count, parallel, trains in ((8, 4, 4), (8, 2, 2), (6, 2, 2), (5, 2, 2), (7, 3, 3)):
+        found = plan(sizes, machine(count, 80), rank_multiple=parallel)
+        assert (found.ranks, found.shared) == (trains, False)
+    found = plan(sizes, machine(3, 80), rank_multiple=2, share=True)
+    assert (found.ranks, found.shared) == (2, True)
+    # Of three GPUs that no copy of four can use two train.
+    found = plan(sizes, machine(9, 80), rank_multiple=2, tensor_parallel=4)
+    assert (len(found.engine_gpus), found.ranks) == (4, 4)
+    assert place_training(machine(5, 80), PlacementRequest(rank_multiple=2)) == (0, 1, 2, 3)
+    found = plan(sizes, machine(5, 80), rank_multiple=4, engine_on_gpu=False)
+    assert found.train_gpus == (0, 1, 2, 3)
+
+
+def test_large_models_have_longer_to_start(folder: Path) -> None:
+    """By what a disk that reads 100 MiB a second needs for them."""
+    small = plan(sizes_of(folder, "0.6B", False), machine(8, 141))
+    large = plan(sizes_of(folder, "235B-A22B", True), machine(8, 141))
+    assert 900 < ready_timeout_s(small) < 920
+    assert 5000 < ready_timeout_s(large) < 6000
+
+
+def test_settings_that_are_in_the_way_are_named(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    for name, fixed in (
+        ("vllm.gpu_memory_utilization", {"gpu_memory_utilization": 0.99}),
+        ("vllm.kv_cache_memory_bytes", {"kv_cache_bytes": 1 << 20}),
+        ("ranks", {"ranks": 3, "tensor_parallel": 2}),
+    ):
+        with pytest.raises(DoesNotFitError, match=f"It would fit .*without {name}"):
+            plan(sizes, machine(4, 80), **fixed)
+    with pytest.raises(DoesNotFitError, match=r"take a host with more memory$"):
+        plan(sizes, machine(4, 80, host=1))
+
+
+def test_what_has_no_gpu_is_in_the_hosts_memory(folder: Path) -> None:
+    sizes, four = sizes_of(folder, "0.6B", False), machine(4, 80)
+    found = plan(sizes, four, engine_on_gpu=False, kv_cache_bytes=1 << 28)
+    assert (found.train_gpus, found.engine_gpus) == ((0, 1, 2, 3), ())
+    assert found.host["served weights"] == sizes.served
+    found = plan(sizes, four, train_on_gpu=False, ranks=2)
+    assert (found.train_gpus, len(found.engine_gpus), found.ranks) == ((), 4, 2)
+    assert found.host["state"] == 2 * sizes.ranks[2].state
+    assert found.reasons[0] == "the ranks are on the CPU: fsdp.device says so"
+
+
+@pytest.mark.parametrize("option", ["--tensor_parallel_size=2", "-pp", "--max-model-len=512"])
+def test_what_is_planned_is_no_extra_argument(folder: Path, option: str) -> None:
+    settings = settings_of(folder, f'vllm.extra_args=["{option}"]')
+    with pytest.raises(ValueError, match=rf"vllm.extra_args: .*{option}"):
+        placement_request(settings, gpus=2)
 
 
 def test_what_the_settings_name_is_kept(folder: Path) -> None:
@@ -176,7 +349,7 @@ def test_what_the_settings_name_is_kept(folder: Path) -> None:
     found = plan(sizes, eight, kv_cache_bytes=20 * GIB)
     assert found.kv_cache_bytes == 20 * GIB
     found = plan(sizes, eight, gpu_memory_utilization=0.5)
-    assert found.gpu_memory_utilization == pytest.approx(0.5, abs=2e-3)
+    assert found.gpu_memory_utilization == 0.5
 
 
 @pytest.mark.parametrize(
@@ -188,6 +361,7 @@ def test_what_the_settings_name_is_kept(folder: Path) -> None:
         (0, {"vllm": (0,)}, "gpus.vllm: this machine has no GPU"),
         (0, {"share": True}, "gpus.share: this machine has no GPU"),
         (2, {"train": (0,), "train_on_gpu": False}, "gpus.train: fsdp.device puts it on the CPU"),
+        (2, {"rank_multiple": 4}, "fsdp.replicas: .* a multiple of 4, .* this machine has 2"),
         (1, {"share": False}, r"\[gpus\] leaves no way to lay it out"),
     ],
 )
@@ -197,25 +371,6 @@ def test_contradictions_are_one_line(
     with pytest.raises(ValueError, match=line) as error:
         plan(sizes_of(folder, "0.6B", False), machine(gpus, 80), **request_)
     assert "\n" not in str(error.value)
-
-
-def test_training_alone_takes_all_gpus_or_those_that_are_named() -> None:
-    eight = machine(8, 80)
-    assert place_training(eight, PlacementRequest()) == tuple(range(8))
-    assert place_training(eight, PlacementRequest(ranks=2)) == (0, 1)
-    assert place_training(eight, PlacementRequest(train=(6, 7))) == (6, 7)
-    assert place_training(machine(0, 1), PlacementRequest(ranks=2)) == ()
-    with pytest.raises(ValueError, match="names 2"):
-        place_training(eight, PlacementRequest(train=(6, 7), ranks=4))
-
-
-def test_without_gpus_nothing_is_chosen(folder: Path) -> None:
-    settings = settings_of(folder, "vllm.device=cpu", "ranks=2")
-    sizes = model_sizes(meta("0.6B"), settings, gpus=0)
-    assert sizes.served == 4 * sizes.parameters
-    found = plan(sizes, machine(0, 1, host=1), ranks=2, kv_cache_bytes=1 << 28)
-    assert (found.engine_gpus, found.train_gpus, found.ranks) == ((), (), 2)
-    assert found.host["served weights"] == sizes.served
 
 
 ranks_memory = st.builds(
@@ -259,6 +414,48 @@ any_request = st.builds(
     ranks=st.sampled_from([None, 1, 2]),
     tensor_parallel=st.sampled_from([None, 1, 2]),
 )
+
+
+@given(
+    any_sizes,
+    any_request,
+    st.lists(st.tuples(st.integers(8, 192), st.floats(0, 1)), min_size=1, max_size=8),
+)
+def test_no_gpu_is_planned_for_more_than_is_free(
+    sizes: ModelSizes, request_: PlacementRequest, gpus: list[tuple[int, float]]
+) -> None:
+    """Of different sizes, and with others on them."""
+    made = [Gpu(i, "fake", n * GIB, int(n * GIB * free)) for i, (n, free) in enumerate(gpus)]
+    try:
+        found = place(Machine(tuple(made), 4096 * GIB), sizes, request_)
+    except ValueError:
+        return
+    for each in found.gpus:
+        if each.users:
+            assert each.used <= each.gpu.free - placement.RESERVE * each.gpu.total + 1
+    share = found.gpu_memory_utilization
+    assert share is not None
+    for n in found.engine_gpus:  # what vLLM asks of a GPU as it starts
+        assert share * made[n].total <= made[n].free - GIB * 0.99
+
+
+def test_training_alone_takes_all_gpus_or_those_that_are_named() -> None:
+    eight = machine(8, 80)
+    assert place_training(eight, PlacementRequest()) == tuple(range(8))
+    assert place_training(eight, PlacementRequest(ranks=2)) == (0, 1)
+    assert place_training(eight, PlacementRequest(train=(6, 7))) == (6, 7)
+    assert place_training(machine(0, 1), PlacementRequest(ranks=2)) == ()
+    with pytest.raises(ValueError, match="names 2"):
+        place_training(eight, PlacementRequest(train=(6, 7), ranks=4))
+
+
+def test_without_gpus_nothing_is_chosen(folder: Path) -> None:
+    settings = settings_of(folder, "vllm.device=cpu", "ranks=2")
+    sizes = model_sizes(meta("0.6B"), settings, gpus=0)
+    assert sizes.served == 4 * sizes.parameters
+    found = plan(sizes, machine(0, 1, host=1), ranks=2, kv_cache_bytes=1 << 28)
+    assert (found.engine_gpus, found.train_gpus, found.ranks) == ((), (), 2)
+    assert found.host["served weights"] == sizes.served
 
 
 @given(any_sizes, any_request, st.integers(2, 8), st.integers(8, 192), st.integers(0, 100))

@@ -13,6 +13,7 @@ from tracegrad_trainer.losses.diagnostics import gap_histogram
 from tracegrad_trainer.losses.logprob_gap import (
     BINS,
     BOUNDS,
+    TOKENS_FOR_P50,
     TOKENS_FOR_P99,
     GapBounds,
     LogprobGap,
@@ -44,6 +45,13 @@ def test_quantiles_are_of_the_tokens_in_order() -> None:
         ([0.0] * 60 + [0.49] * 59, False),  # the mean
         ([0.01] * (TOKENS_FOR_P99 - 1) + [0.6], True),  # of few tokens one says nothing
         ([math.nan] * 200, False),
+        ([math.nan], False),
+        # Of very few tokens half of them say nothing either, unless they are far off.
+        ([0.3], True),
+        ([0.3] * (TOKENS_FOR_P50 - 1), True),
+        ([0.3] * TOKENS_FOR_P50, False),
+        ([0.6] * 3, False),
+        ([0.01, 0.01, 3.0], False),
     ],
 )
 def test_what_is_within_bounds(gaps: list[float], within: bool) -> None:

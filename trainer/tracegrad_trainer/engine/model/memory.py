@@ -132,6 +132,7 @@ class MemoryEstimate:
 
     parameters: int  # of the whole model, not bytes
     state: int
+    gradients: int  # of the state, and gone between steps
     whole: int  # parameters that are gathered while they are computed with
     activations: int
     scores: int  # of attention, where they are written out; of ours a few blocks at a time
@@ -275,6 +276,7 @@ def estimate_memory(
     return MemoryEstimate(
         parameters=count,
         state=state,
+        gradients=4 * trained // ranks,
         whole=whole,
         activations=_activations(model.config, settings, tokens),
         scores=_attention_scores(model.config, settings, tokens),

@@ -1,0 +1,100 @@
+"""What a placement is chosen from: what a model takes, what the settings fix, what is assumed.
+
+What vLLM needs beside weights and KV cache, and what a process costs on a GPU, are assumptions (the
+constants below): no GPU was at hand to measure them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tracegrad_trainer.launch.machine import GIB, Gpu
+
+# Of each GPU's memory, left to fragmentation and to what no estimate knows.
+RESERVE = 0.05
+# A process on a GPU: CUDA's context, cuBLAS's and NCCL's buffers.
+CONTEXT = 1 * GIB
+# vLLM beside weights and KV cache: one scheduled batch's activations, CUDA graphs; logits besides.
+WORKSPACE = 2 * GIB
+# A process's libraries in the host's memory.
+PROCESS = 2 * GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of one rank; `offloaded`: the state is in the host's memory. `gradients` are part of
+    the state, and gone between steps."""
+
+    state: int
+    gathered: int
+    activations: int
+    host: int  # beside the state, while it loads or copies a checkpoint
+    gradients: int = 0
+    offloaded: bool = False
+
+    @property
+    def resident(self) -> int:
+        """On its GPU while it trains, whatever it computes."""
+        return CONTEXT + (0 if self.offloaded else self.state)
+
+    @property
+    def between_steps(self) -> int:
+        """On its GPU while a vLLM that shares it serves: the forward with which a push is checked
+        gathers weights as well."""
+        return self.resident - (0 if self.offloaded else self.gradients) + self.gathered
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.gathered + self.activations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """What a model takes. `ranks`: a rank's memory, by number of ranks from 1 up to the number of
+    GPUs; `ways`: the same with settings that take less, by their names."""
+
+    parameters: int
+    served: int  # bytes of its weights as vLLM holds them
+    kv_bytes: int  # of a token, in all layers and heads
+    kv_heads: int  # into how many parts it can be divided
+    heads: int
+    vocabulary: int
+    max_model_len: int
+    pushed: int  # bytes of the files of a weight push, of two versions
+    ranks: Mapping[int, RankMemory]
+    ways: Mapping[str, Mapping[int, RankMemory]]
+    inner: int = 0  # greatest common divisor of the widths of MLPs and experts; 0: not known
+    pushed_to_memory: bool = True  # those files are in the host's memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """What the settings fix; None: to be chosen."""
+
+    vllm: tuple[int, ...] | None = None
+    train: tuple[int, ...] | None = None
+    share: bool | None = None
+    ranks: int | None = None
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    max_num_seqs: int = 256
+    sleep_level: int = 2
+    rank_multiple: int = 1  # how many ranks there are is a multiple of it
+    engine_on_gpu: bool = True
+    train_on_gpu: bool = True
+
+
+def room_of(gpu: Gpu) -> int:
+    """Bytes that may be planned with."""
+    return gpu.free - int(RESERVE * gpu.total)
+
+
+def in_gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"
+
+
+def listed(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {in_gib(count)}" for name, count in parts.items())
