@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from support.trainer.fsdp_ranks import VERSION, step
-from support.trainer.learners import build, weights
+from support.trainer.learners import build, save_checkpoint, weights
 from support.trainer.row_samples import POISON, rows
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
 from tracegrad_trainer.batches.micro_batch import StepCounts
@@ -24,6 +25,7 @@ from tracegrad_trainer.engine import (
     Learner,
     destroy_process_group,
     init_process_group,
+    load_checkpoint,
     train_batch,
 )
 from tracegrad_trainer.engine.model.forward import TargetContext
@@ -205,6 +207,8 @@ def batch(folder: Path, name: str, layout: Layout = Layout()) -> Any:
 
 
 SHARED = Layout(settings={"context_parallel": 2})  # two ranks, each micro-batch
+REPLICATED = Layout(settings={"replicas": 2})  # HSDP; on two ranks each has all weights
+REPLICATED_SHARED = Layout(settings={"replicas": 2, "context_parallel": 2})
 BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
 VARIANTS = {
     "plain": Layout(),
@@ -215,6 +219,21 @@ VARIANTS = {
 }
 
 
+def trained(folder: Path, layout: Layout) -> Learner:
+    """After a step."""
+    one = learner(folder, "grpo", layout, lr=1e-3)
+    one.train(share("grpo", layout), version=VERSION)
+    return one
+
+
+def resumed(folder: Path) -> dict[str, Tensor]:
+    """Weights after a step from the checkpoint of four ranks that held two copies."""
+    one = learner(folder, "grpo", lr=1e-3)
+    load_checkpoint(one, folder / "replicated" / "step-00000001")
+    one.train(share("grpo", Layout()), version=VERSION)
+    return weights(one)
+
+
 def main(folder: Path) -> None:
     init_process_group(FsdpSettings(device="cpu", threads=1))
     assert POISON not in made("grpo")[0].input_ids
@@ -222,6 +241,12 @@ def main(folder: Path) -> None:
     out["batches"] = {name: batch(folder, name) for name in BATCHES}
     out["shared"] = {name: run(folder, name, SHARED) for name in OBJECTIVES}
     out["shared batches"] = {name: batch(folder, name, SHARED) for name in BATCHES}
+    out["replicated"] = {name: run(folder, name, REPLICATED) for name in ("grpo", "ppo", "dpo")}
+    out["replicated, shared"] = {"ppo": run(folder, "ppo", REPLICATED_SHARED)}
+    out["replicated batches"] = {name: batch(folder, name, REPLICATED) for name in BATCHES}
+    if dist.get_world_size() == 4:
+        save_checkpoint(trained(folder, REPLICATED), folder / "replicated", 1, {}, keep=1)
+    out["resumed"] = resumed(folder)
     if dist.get_world_size() == 2:
         for variant in ("whole", "recomputed", "offloaded"):
             out[variant] = run(folder, "ppo", VARIANTS[variant])

@@ -67,6 +67,12 @@ class FsdpSettings(BaseModel):
         description="free whole parameters and reduce gradients at every micro-batch; false is"
         " faster while model and gradients fit whole into each rank's memory",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="copies of the sharded model, each on a share of the ranks (HSDP): with as many"
+        " as there are machines weights are gathered within one, only gradients travel between",
+    )
     lora: LoraSettings | None = Field(None, description="none: full fine-tuning")
     routing: Literal["own", "r2", "r3"] = Field(
         "own",

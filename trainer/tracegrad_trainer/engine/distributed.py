@@ -82,6 +82,30 @@ def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
+def sharding_mesh(ranks: DeviceMesh, replicas: int) -> DeviceMesh:
+    """Over which a model is sharded: all ranks, or with `replicas` (HSDP) neighbours, which hold
+    one copy together; axes "replicate" and "shard". A collective.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+    """
+    if replicas == 1:
+        return ranks
+    check_replicas(ranks.size(), replicas)
+    shape = (replicas, ranks.size() // replicas)
+    return init_device_mesh(ranks.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def check_replicas(ranks: int, replicas: int) -> None:
+    """Raises ValueError: so many ranks cannot hold so many copies of a model."""
+    if ranks % replicas:
+        possible = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"fsdp.replicas = {replicas}: {ranks} ranks cannot hold as many copies of the model,"
+            f" each on as many ranks: set it to one of {possible}"
+        )
+
+
 def destroy_process_group() -> None:
     """Leave the group: together after a good run, at once while an error is on its way out."""
     if not dist.is_initialized():

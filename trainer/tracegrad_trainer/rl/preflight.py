@@ -13,6 +13,7 @@ from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import asked_quantization
 from tracegrad_trainer.engine import context_parallel
+from tracegrad_trainer.engine.distributed import check_replicas
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.distributed import compute_dtype, pick_device
 from tracegrad_trainer.engine.model import memory
@@ -59,6 +60,7 @@ def check_memory(
     shared = settings.fsdp.context_parallel
     if world % shared:
         raise ValueError(context_parallel.not_divisible(world, shared))
+    check_replicas(world, settings.fsdp.replicas)
     memory.check_fits_memory(
         settings.model,
         settings.fsdp,

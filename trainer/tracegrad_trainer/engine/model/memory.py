@@ -252,6 +252,7 @@ def estimate_memory(
     model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
 ) -> MemoryEstimate:
     """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
+    ranks = max(1, ranks // settings.replicas)  # that share one copy
     blocks = transformer_blocks(model)
     count = sum(p.numel() for p in model.parameters())
     trained = count

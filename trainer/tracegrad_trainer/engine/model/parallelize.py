@@ -27,6 +27,7 @@ from tracegrad_trainer.engine.distributed import (
     compute_dtype,
     frozen_dtype,
     pick_device,
+    sharding_mesh,
 )
 from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
@@ -143,10 +144,11 @@ def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:
     """FSDP2: each transformer block is a unit, the root holds the rest; what is frozen is kept in
-    `fsdp.frozen_dtype`. In place.
+    `fsdp.frozen_dtype`. With `fsdp.replicas` as many groups of ranks hold a copy each (HSDP): they
+    gather weights among themselves, and only gradients go from one to another. In place.
 
     Raises:
-        ValueError: the model names no blocks.
+        ValueError: the model names no blocks, or the ranks cannot be divided so.
     """
     compute = compute_dtype(settings)
     for parameter in model.parameters():
@@ -162,7 +164,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Modu
     if settings.cpu_offload:
         # Without an accelerator nothing can be pinned, and there is nowhere to copy from.
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    over = sharding_mesh(mesh, settings.replicas)
+    common: dict[str, Any] = {"mesh": over, "mp_policy": policy, "offload_policy": offload}
     for block in transformer_blocks(model):
         fully_shard(block, reshard_after_forward=settings.reshard, **common)
     fully_shard(model, reshard_after_forward=False, **common)

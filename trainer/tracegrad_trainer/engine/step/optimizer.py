@@ -119,6 +119,15 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     return found
 
 
+def copies_of_shards(model: nn.Module) -> int:
+    """How many ranks hold the same shards: replicas of the model (HSDP)."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            return math.prod(size for placement, size in sizes if placement.is_replicate())
+    return 1
+
+
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Sum of squares of this rank's shards, f64 scalar."""
     if not gradients:

@@ -9,8 +9,20 @@ import pytest
 import torch
 
 from support.trainer import layout_ranks
-from support.trainer.layout_ranks import BATCHES, OBJECTIVES, VARIANTS, Layout, batch, run, without
-from support.trainer.learners import apart
+from support.trainer.fsdp_ranks import VERSION
+from support.trainer.layout_ranks import (
+    BATCHES,
+    OBJECTIVES,
+    VARIANTS,
+    Layout,
+    batch,
+    resumed,
+    run,
+    share,
+    trained,
+    without,
+)
+from support.trainer.learners import apart, weights
 from support.trainer.ranks import run_on_ranks
 
 EXACT = 1e-6
@@ -31,7 +43,7 @@ def one(folder: Path, one_rank: None) -> dict[str, Any]:
 def several(folder: Path) -> dict[int, dict[str, Any]]:
     """What 2 and 4 ranks found."""
     found = {}
-    for ranks in (2, 4):
+    for ranks in (4, 2):  # two load what four saved
         run_on_ranks(layout_ranks.main, ranks, folder)
         found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
     return found
@@ -62,7 +74,7 @@ def test_any_number_of_ranks_gives_the_same(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kind", ["batches", "shared batches"])
+@pytest.mark.parametrize("kind", ["batches", "shared batches", "replicated batches"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_any_number_of_ranks_learns_the_same_of_a_batch_of_several_steps(
     folder: Path,
@@ -89,6 +101,26 @@ def test_ranks_that_share_micro_batches_give_the_same(
 ) -> None:
     """Two of them a micro-batch: one group, and two that have micro-batches of their own."""
     same(several[ranks]["shared"][name], one[name], exact(name))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [*(("replicated", name) for name in ("grpo", "ppo", "dpo")), ("replicated, shared", "ppo")],
+)
+def test_ranks_that_hold_two_copies_of_the_model_give_the_same(
+    one: dict[str, Any], several: dict[int, dict[str, Any]], kind: str, name: str, ranks: int
+) -> None:
+    same(several[ranks][kind][name], one[name])
+
+
+def test_a_checkpoint_of_two_copies_goes_on_with_one_and_two_ranks(
+    folder: Path, several: dict[int, dict[str, Any]], one_rank: None
+) -> None:
+    expected = trained(folder, Layout())
+    expected.train(share("grpo", Layout()), version=VERSION)
+    for found in (several[4]["resumed"], several[2]["resumed"], resumed(folder)):
+        assert apart(found, weights(expected)) < 1e-5
 
 
 @pytest.mark.parametrize("budget", [84, 1000])
