@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     train_batch,
 )
+from tracegrad_trainer.engine.model import compile as compile_blocks
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
@@ -163,7 +165,8 @@ def before(one: Learner, batches: Sequence[MicroBatch]) -> list[TargetContext]:
 
 def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     """(StepResult, gradients) of one step."""
-    one = learner(folder, name, layout)
+    with patch.object(compile_blocks, "_BACKEND", "aot_eager"):  # inductor's takes 20 seconds
+        one = learner(folder, name, layout)
     batches = share(name, layout)
     known = before(one, batches)
     if OBJECTIVES[name].correction_level == "sequence_product":
@@ -215,6 +218,13 @@ VARIANTS = {
     "whole": Layout(settings={"reshard": False}),
     "recomputed": Layout(settings={"gradient_checkpointing": True}),
     "offloaded": Layout(settings={"cpu_offload": True}),
+    "selective": Layout(settings={"gradient_checkpointing": "selective"}),
+    "activations offloaded": Layout(
+        settings={"activation_offloading": True, "gradient_checkpointing": True}
+    ),
+    "compiled": Layout(
+        settings={"compile": True, "gradient_checkpointing": True, "activation_offloading": True}
+    ),
     "chunked": Layout(elements=300),
 }
 
@@ -234,6 +244,9 @@ def resumed(folder: Path) -> dict[str, Tensor]:
     return weights(one)
 
 
+MEMORY_VARIANTS = [name for name in VARIANTS if name not in ("plain", "chunked")]
+
+
 def main(folder: Path) -> None:
     init_process_group(FsdpSettings(device="cpu", threads=1))
     assert POISON not in made("grpo")[0].input_ids
@@ -248,7 +261,7 @@ def main(folder: Path) -> None:
         save_checkpoint(trained(folder, REPLICATED), folder / "replicated", 1, {}, keep=1)
     out["resumed"] = resumed(folder)
     if dist.get_world_size() == 2:
-        for variant in ("whole", "recomputed", "offloaded"):
+        for variant in MEMORY_VARIANTS:
             out[variant] = run(folder, "ppo", VARIANTS[variant])
         out["poisoned"] = {name: poisoned(folder, name) for name in ("grpo", "ppo", "dpo")}
     if dist.get_rank() == 0:

@@ -56,8 +56,20 @@ class FsdpSettings(BaseModel):
         description="packed or varlen (ours), or one of transformers; auto: varlen on CUDA in"
         " bfloat16, else packed",
     )
-    gradient_checkpointing: bool = Field(
-        False, description="keep only each block's input and compute the rest again in backward"
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="keep only each block's input and compute the rest again in backward;"
+        " selective: keep attention and every second matrix product as well",
+    )
+    activation_offloading: bool = Field(
+        False,
+        description="what blocks keep for backward waits in the host's memory; with"
+        " gradient_checkpointing that is little, and the copies are hidden",
+    )
+    compile: bool = Field(
+        False,
+        description="torch.compile of each block, but for its attention, which has kernels of its"
+        " own: faster steps after a first one that takes minutes",
     )
     cpu_offload: bool = Field(
         False, description="weights, gradients and optimizer stay in the host's memory"
@@ -87,6 +99,27 @@ class FsdpSettings(BaseModel):
     )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
+
+    @model_validator(mode="after")
+    def _compile_suits(self) -> Self:
+        if not self.compile:
+            return self
+        if self.routing != "own":
+            raise ValueError(
+                f"fsdp.compile and fsdp.routing = {self.routing!r}: a compiled router cannot be"
+                " given its routes; set fsdp.compile = false, or fsdp.routing = 'own'"
+            )
+        if self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "fsdp.compile and fsdp.gradient_checkpointing = 'selective': of what is compiled"
+                " no single operation can be kept; set gradient_checkpointing to true or false"
+            )
+        if self.attention not in ("auto", "packed", "varlen"):
+            raise ValueError(
+                f"fsdp.compile and fsdp.attention = {self.attention!r}: masks of transformers' own"
+                " are not compiled for rows of any length; set fsdp.attention = 'auto'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _context_parallel_suits(self) -> Self:

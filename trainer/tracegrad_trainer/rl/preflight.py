@@ -13,9 +13,8 @@ from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import asked_quantization
 from tracegrad_trainer.engine import context_parallel
-from tracegrad_trainer.engine.distributed import check_replicas
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
-from tracegrad_trainer.engine.distributed import compute_dtype, pick_device
+from tracegrad_trainer.engine.distributed import check_replicas, compute_dtype, pick_device
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client

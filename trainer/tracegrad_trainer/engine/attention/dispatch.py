@@ -45,6 +45,8 @@ class RowAttention(Protocol):
     ) -> Attended: ...
 
 
+# Rows are Python's, and its kernels are compiled already.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_of_rows(
     module: nn.Module,
     query: Queries,

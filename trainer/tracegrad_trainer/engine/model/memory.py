@@ -302,7 +302,12 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
     layers = layer_configs(config)
     each = [_kept(layer) for layer in layers]
     inputs = sum(layer.hidden_size for layer in layers)
-    values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
+    if settings.activation_offloading:
+        values = 2 * max(each)  # of the block that is computed, and of the one on its way
+    elif settings.gradient_checkpointing == "selective":
+        values = inputs + max(each) + sum(each) // 3
+    else:
+        values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
     return tokens * values * compute_dtype(settings).itemsize
 
 

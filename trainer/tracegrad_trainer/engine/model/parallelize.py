@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
@@ -30,6 +28,8 @@ from tracegrad_trainer.engine.distributed import (
     sharding_mesh,
 )
 from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
+from tracegrad_trainer.engine.model.activation_memory import save_activation_memory
+from tracegrad_trainer.engine.model.compile import compile_blocks
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.hf_weights import (
     HfWeights,
@@ -128,18 +128,10 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         router_replay.install_replay(model)
     if settings.lora is not None:
         lora.attach_adapters(model, settings.lora)
-    if settings.gradient_checkpointing:
-        for block in transformer_blocks(model):
-            # Not transformers' own, which works in training mode only; not torch's wrapper
-            # module, which changes the parameters' names.
-            block.forward = MethodType(_recomputed, block)
+    if settings.compile:
+        compile_blocks(model)
+    save_activation_memory(model, settings)
     return model
-
-
-def _recomputed(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    inner = MethodType(type(block).forward, block)
-    # Nothing in the block is random.
-    return checkpoint(inner, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:

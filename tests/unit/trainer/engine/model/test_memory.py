@@ -302,9 +302,11 @@ def test_settings_that_are_not_for_the_model_are_refused_before_training(folder:
         build_model(folder, FsdpSettings(device="cpu", routing="r3"))
 
 
-def test_copies_of_the_model_are_shared_by_fewer_ranks(large: nn.Module) -> None:
+def test_copies_of_the_model_are_shared_by_fewer_ranks(large: Path) -> None:
     def state(ranks: int, replicas: int) -> int:
         settings = FsdpSettings(device="cpu", replicas=replicas)
-        return estimate_memory(large, settings, ranks=ranks, tokens=1000).state
+        return memory.estimate_memory(
+            memory.meta_model(large), settings, ranks=ranks, tokens=1000
+        ).state
 
     assert state(8, 2) == state(4, 1) == 2 * state(8, 1)

@@ -12,6 +12,7 @@ from support.trainer import layout_ranks
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import (
     BATCHES,
+    MEMORY_VARIANTS,
     OBJECTIVES,
     VARIANTS,
     Layout,
@@ -152,7 +153,7 @@ def test_where_memory_is_saved_the_numbers_are_the_same(
     same(run(folder, "ppo", VARIANTS[variant]), one["ppo"])
 
 
-@pytest.mark.parametrize("variant", ["whole", "recomputed", "offloaded"])
+@pytest.mark.parametrize("variant", MEMORY_VARIANTS)
 def test_where_two_ranks_save_memory_the_numbers_are_the_same(
     one: dict[str, Any], several: dict[int, dict[str, Any]], variant: str
 ) -> None:
