@@ -229,17 +229,22 @@ VARIANTS = {
 }
 
 
-def trained(folder: Path, layout: Layout) -> Learner:
-    """After a step."""
-    one = learner(folder, "grpo", layout, lr=1e-3)
-    one.train(share("grpo", layout), version=VERSION)
+MOMENTS = ("float32", "bfloat16")
+
+
+def trained(folder: Path, layout: Layout, moments: str) -> Learner:
+    """After a step, a half of one."""
+    one = learner(folder, "grpo", layout, lr=1e-3, moments=moments)
+    one.train(share("grpo", layout), version=VERSION, share=0.5)
     return one
 
 
-def resumed(folder: Path) -> dict[str, Tensor]:
+def resumed(folder: Path, moments: str) -> dict[str, Tensor]:
     """Weights after a step from the checkpoint of four ranks that held two copies."""
-    one = learner(folder, "grpo", lr=1e-3)
-    load_checkpoint(one, folder / "replicated" / "step-00000001")
+    one = learner(folder, "grpo", lr=1e-3, moments=moments)
+    load_checkpoint(one, folder / "replicated" / moments / "step-00000001")
+    kept = {state["exp_avg"].dtype for state in one.optimizer.state.values()}
+    assert kept == {getattr(torch, moments)}
     one.train(share("grpo", Layout()), version=VERSION)
     return weights(one)
 
@@ -258,8 +263,10 @@ def main(folder: Path) -> None:
     out["replicated, shared"] = {"ppo": run(folder, "ppo", REPLICATED_SHARED)}
     out["replicated batches"] = {name: batch(folder, name, REPLICATED) for name in BATCHES}
     if dist.get_world_size() == 4:
-        save_checkpoint(trained(folder, REPLICATED), folder / "replicated", 1, {}, keep=1)
-    out["resumed"] = resumed(folder)
+        for moments in MOMENTS:
+            made_by_four = trained(folder, REPLICATED, moments)
+            save_checkpoint(made_by_four, folder / "replicated" / moments, 1, {}, keep=1)
+    out["resumed"] = {moments: resumed(folder, moments) for moments in MOMENTS}
     if dist.get_world_size() == 2:
         for variant in MEMORY_VARIANTS:
             out[variant] = run(folder, "ppo", VARIANTS[variant])

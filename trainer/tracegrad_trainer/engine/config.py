@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # each product of many tensors. Steps record which one they took.
 AdamwImplementation = Literal["fused", "foreach"]
 ADAMW: AdamwImplementation = "fused"
+# A bfloat16 has 8 bits: what should shrink by less than half of its last one stays as it is.
+_SLOWEST_BFLOAT16 = 1 - 2**-8
 
 
 class LoraSettings(BaseModel):
@@ -91,6 +93,11 @@ class FsdpSettings(BaseModel):
         description="experts of a mixture: as the router says now, as it said before the batch"
         " (r2), or as the serving engine chose (r3)",
     )
+    experts: Literal["auto", "grouped_mm", "eager"] = Field(
+        "auto",
+        description="products of a mixture's experts: grouped_mm, all of them at once, or eager,"
+        " one expert after the other; auto: grouped_mm where the model and the device have it",
+    )
     context_parallel: int = Field(
         1,
         ge=1,
@@ -160,6 +167,11 @@ class OptimSettings(BaseModel):
         description="added to the root of the second moment: gradients far below it (a parameter's"
         " own, not the norm of all) move a parameter in proportion to their size",
     )
+    moments: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="in which both moments are kept between steps: bfloat16 takes 4 bytes a"
+        " parameter less; updates are computed in float32 in any case",
+    )
     weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases never decay")
     max_grad_norm: float = Field(
         1.0, gt=0, description="of all gradients together; inf: never clip"
@@ -195,6 +207,12 @@ class OptimSettings(BaseModel):
     def _agree(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas = {self.betas}: each must be at least 0 and below 1")
+        if self.moments == "bfloat16" and max(self.betas) > _SLOWEST_BFLOAT16:
+            raise ValueError(
+                f"optim.moments = 'bfloat16' with optim.betas = {self.betas}: rounded so, a moment"
+                " that decays by less than 1/256 a step would not decay at all; set betas below"
+                " 0.996, or moments to 'float32'"
+            )
         if self.schedule == "constant":
             if self.decay_steps is not None:
                 raise ValueError(

@@ -115,6 +115,7 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
     # Dropout would make the three log-probability sets differ for no reason, and so would a
     # router's noise: the model never leaves evaluation mode, and cannot drop if one puts it there.
     model.eval()
+    _choose_experts(model, settings)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -132,6 +133,23 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         compile_blocks(model)
     save_activation_memory(model, settings)
     return model
+
+
+def _choose_experts(model: Any, settings: FsdpSettings) -> None:
+    """Raises ValueError: the model's experts have no choice, or it has none."""
+    if settings.experts == "auto":
+        return
+    try:
+        possible = model._can_set_experts_implementation()
+        if possible:
+            model.set_experts_implementation(settings.experts)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"fsdp.experts = {settings.experts!r}: {error}; set 'eager'") from error
+    if not possible:
+        raise ValueError(
+            f"fsdp.experts = {settings.experts!r}: the experts of {type(model).__name__}, if it has"
+            " any, are computed in one way only; set fsdp.experts = 'auto'"
+        )
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:

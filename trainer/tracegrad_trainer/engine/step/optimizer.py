@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.model import value_head
+from tracegrad_trainer.engine.step.bf16_moments import Bf16MomentsAdamW
 
 
 def make_optimizer(
@@ -28,7 +29,8 @@ def make_optimizer(
             ([p for p in parameters if p.ndim < 2], 0.0),
         )
     ]
-    return torch.optim.AdamW(
+    kind = Bf16MomentsAdamW if optim.moments == "bfloat16" else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=optim.betas,
