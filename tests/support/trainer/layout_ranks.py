@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from support.trainer.fsdp_ranks import VERSION, step
 from support.trainer.learners import build, save_checkpoint, weights
@@ -27,6 +29,7 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     train_batch,
 )
+from tracegrad_trainer.engine.model import compile as compile_blocks
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.losses import ObjectiveSettings, preset
 
@@ -162,7 +165,8 @@ def before(one: Learner, batches: Sequence[MicroBatch]) -> list[TargetContext]:
 
 def run(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     """(StepResult, gradients) of one step."""
-    one = learner(folder, name, layout)
+    with patch.object(compile_blocks, "_BACKEND", "aot_eager"):  # inductor's takes 20 seconds
+        one = learner(folder, name, layout)
     batches = share(name, layout)
     known = before(one, batches)
     if OBJECTIVES[name].correction_level == "sequence_product":
@@ -205,36 +209,47 @@ def batch(folder: Path, name: str, layout: Layout = Layout()) -> Any:
     return done, weights(one)
 
 
-def saved_by_copies(folder: Path) -> dict[str, torch.Tensor]:
-    """The weights behind a step of two copies, whose checkpoint is in `<folder>/by-copies`; and
-    once more, loaded by ranks that have no copies."""
-    one = learner(folder, "grpo", COPIES["copies"])
-    step(one, share("grpo", COPIES["copies"]))
-    save_checkpoint(one, folder / "by-copies", 1, {}, keep=1)
-    other = learner(folder, "grpo")
-    load_checkpoint(other, folder / "by-copies" / "step-00000001")
-    kept, again = weights(one), weights(other)
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
-    return kept
-
-
-COPIES = {  # of the sharded model, two, on four ranks
-    "copies": Layout(settings={"replicas": 2}),
-    "whole copies": Layout(settings={"replicas": 2, "reshard": False}),
-    "shared copies": Layout(settings={"replicas": 2, "context_parallel": 2}),
-    "a copy a rank": Layout(settings={"replicas": 4}),
-}
 SHARED = Layout(settings={"context_parallel": 2})  # two ranks, each micro-batch
+REPLICATED = Layout(settings={"replicas": 2})  # HSDP; on two ranks each has all weights
+REPLICATED_SHARED = Layout(settings={"replicas": 2, "context_parallel": 2})
 BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
 VARIANTS = {
     "plain": Layout(),
     "whole": Layout(settings={"reshard": False}),
     "recomputed": Layout(settings={"gradient_checkpointing": True}),
-    "recomputed in part": Layout(settings={"gradient_checkpointing": "selective"}),
     "offloaded": Layout(settings={"cpu_offload": True}),
-    "compiled and recomputed": Layout(settings={"compile": True, "gradient_checkpointing": True}),
+    "selective": Layout(settings={"gradient_checkpointing": "selective"}),
+    "activations offloaded": Layout(
+        settings={"activation_offloading": True, "gradient_checkpointing": True}
+    ),
+    "compiled": Layout(
+        settings={"compile": True, "gradient_checkpointing": True, "activation_offloading": True}
+    ),
     "chunked": Layout(elements=300),
 }
+
+
+MOMENTS = ("float32", "bfloat16")
+
+
+def trained(folder: Path, layout: Layout, moments: str) -> Learner:
+    """After a step, a half of one."""
+    one = learner(folder, "grpo", layout, lr=1e-3, moments=moments)
+    one.train(share("grpo", layout), version=VERSION, share=0.5)
+    return one
+
+
+def resumed(folder: Path, moments: str) -> dict[str, Tensor]:
+    """Weights after a step from the checkpoint of four ranks that held two copies."""
+    one = learner(folder, "grpo", lr=1e-3, moments=moments)
+    load_checkpoint(one, folder / "replicated" / moments / "step-00000001")
+    kept = {state["exp_avg"].dtype for state in one.optimizer.state.values()}
+    assert kept == {getattr(torch, moments)}
+    one.train(share("grpo", Layout()), version=VERSION)
+    return weights(one)
+
+
+MEMORY_VARIANTS = [name for name in VARIANTS if name not in ("plain", "chunked")]
 
 
 def main(folder: Path) -> None:
@@ -244,14 +259,18 @@ def main(folder: Path) -> None:
     out["batches"] = {name: batch(folder, name) for name in BATCHES}
     out["shared"] = {name: run(folder, name, SHARED) for name in OBJECTIVES}
     out["shared batches"] = {name: batch(folder, name, SHARED) for name in BATCHES}
+    out["replicated"] = {name: run(folder, name, REPLICATED) for name in ("grpo", "ppo", "dpo")}
+    out["replicated, shared"] = {"ppo": run(folder, "ppo", REPLICATED_SHARED)}
+    out["replicated batches"] = {name: batch(folder, name, REPLICATED) for name in BATCHES}
+    if dist.get_world_size() == 4:
+        for moments in MOMENTS:
+            made_by_four = trained(folder, REPLICATED, moments)
+            save_checkpoint(made_by_four, folder / "replicated" / moments, 1, {}, keep=1)
+    out["resumed"] = {moments: resumed(folder, moments) for moments in MOMENTS}
     if dist.get_world_size() == 2:
-        for variant in ("whole", "recomputed", "offloaded"):
+        for variant in MEMORY_VARIANTS:
             out[variant] = run(folder, "ppo", VARIANTS[variant])
         out["poisoned"] = {name: poisoned(folder, name) for name in ("grpo", "ppo", "dpo")}
-    if dist.get_world_size() == 4:
-        for variant, layout in COPIES.items():
-            out[variant] = {name: run(folder, name, layout) for name in ("ppo", "gspo")}
-        out["of copies"] = saved_by_copies(folder)
     if dist.get_rank() == 0:
         torch.save(out, folder / f"{dist.get_world_size()}.pt")
     destroy_process_group()

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.engine import (
@@ -19,7 +21,6 @@ from tracegrad_trainer.engine import (
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 from tracegrad_trainer.engine.context_parallel import ContextParallel
-from tracegrad_trainer.engine.distributed import fsdp_mesh
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.engine.model.sharded_load import local_index
@@ -42,7 +43,7 @@ def build(
     """With a value head (its weights of this deviation) and a reference where they are needed."""
     objective = preset(objective) if isinstance(objective, str) else objective
     settings = FsdpSettings(device="cpu", **(fsdp or {}))
-    mesh = fsdp_mesh(settings, "cpu")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     context = ContextParallel.of(mesh, settings.context_parallel)
     model: Any = build_sharded(folder, mesh, settings, values="value" in objective.needs)
     if value_std and value_head.has_value_head(model):

@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # each product of many tensors. Steps record which one they took.
 AdamwImplementation = Literal["fused", "foreach"]
 ADAMW: AdamwImplementation = "fused"
+# A bfloat16 has 8 bits: what should shrink by less than half of its last one stays as it is.
+_SLOWEST_BFLOAT16 = 1 - 2**-8
 
 
 class LoraSettings(BaseModel):
@@ -60,7 +62,12 @@ class FsdpSettings(BaseModel):
     gradient_checkpointing: bool | Literal["selective"] = Field(
         False,
         description="keep only each block's input and compute the rest again in backward;"
-        " selective: keep what attention gives and every other matrix product too",
+        " selective: keep attention and every second matrix product as well",
+    )
+    activation_offloading: bool = Field(
+        False,
+        description="what blocks keep for backward waits in the host's memory; with"
+        " gradient_checkpointing that is little, and the copies are hidden",
     )
     compile: bool = Field(
         False,
@@ -75,17 +82,22 @@ class FsdpSettings(BaseModel):
         description="free whole parameters and reduce gradients at every micro-batch; false is"
         " faster while model and gradients fit whole into each rank's memory",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        description="copies of the sharded model, each on a share of the ranks (HSDP): with as many"
+        " as there are machines weights are gathered within one, only gradients travel between",
+    )
     lora: LoraSettings | None = Field(None, description="none: full fine-tuning")
     routing: Literal["own", "r2", "r3"] = Field(
         "own",
         description="experts of a mixture: as the router says now, as it said before the batch"
         " (r2), or as the serving engine chose (r3)",
     )
-    replicas: int = Field(
-        1,
-        ge=1,
-        description="copies of the sharded model (HSDP): shards lie on neighbouring ranks, one"
-        " copy a node say, and only gradients travel between copies",
+    experts: Literal["auto", "grouped_mm", "eager"] = Field(
+        "auto",
+        description="products of a mixture's experts: grouped_mm, all of them at once, or eager,"
+        " one expert after the other; auto: grouped_mm where the model and the device have it",
     )
     context_parallel: int = Field(
         1,
@@ -103,10 +115,22 @@ class FsdpSettings(BaseModel):
 
     @model_validator(mode="after")
     def _compile_suits(self) -> Self:
-        if self.compile and self.routing != "own":
+        if not self.compile:
+            return self
+        if self.routing != "own":
             raise ValueError(
                 f"fsdp.compile and fsdp.routing = {self.routing!r}: a compiled router cannot be"
-                " given its routes; set one of them to its default"
+                " given its routes; set fsdp.compile = false, or fsdp.routing = 'own'"
+            )
+        if self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "fsdp.compile and fsdp.gradient_checkpointing = 'selective': of what is compiled"
+                " no single operation can be kept; set gradient_checkpointing to true or false"
+            )
+        if self.attention not in ("auto", "packed", "varlen"):
+            raise ValueError(
+                f"fsdp.compile and fsdp.attention = {self.attention!r}: masks of transformers' own"
+                " are not compiled for rows of any length; set fsdp.attention = 'auto'"
             )
         return self
 
@@ -149,6 +173,11 @@ class OptimSettings(BaseModel):
         description="added to the root of the second moment: gradients far below it (a parameter's"
         " own, not the norm of all) move a parameter in proportion to their size",
     )
+    moments: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="in which both moments are kept between steps: bfloat16 takes 4 bytes a"
+        " parameter less; updates are computed in float32 in any case",
+    )
     weight_decay: float = Field(0.0, ge=0, description="of matrices; norms and biases never decay")
     max_grad_norm: float = Field(
         1.0, gt=0, description="of all gradients together; inf: never clip"
@@ -184,6 +213,12 @@ class OptimSettings(BaseModel):
     def _agree(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas = {self.betas}: each must be at least 0 and below 1")
+        if self.moments == "bfloat16" and max(self.betas) > _SLOWEST_BFLOAT16:
+            raise ValueError(
+                f"optim.moments = 'bfloat16' with optim.betas = {self.betas}: rounded so, a moment"
+                " that decays by less than 1/256 a step would not decay at all; set betas below"
+                " 0.996, or moments to 'float32'"
+            )
         if self.schedule == "constant":
             if self.decay_steps is not None:
                 raise ValueError(

@@ -64,11 +64,7 @@ def take_peak_memory(device: torch.device) -> int | None:
 
 
 def init_process_group(settings: FsdpSettings) -> DeviceMesh:
-    """Join the process group (torchrun's environment; alone without it) -> `fsdp_mesh`.
-
-    Raises:
-        ValueError: the ranks cannot be divided into `fsdp.replicas`.
-    """
+    """Join the process group (torchrun's environment; alone without it) -> mesh of one axis."""
     device = pick_device(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -83,28 +79,7 @@ def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
-    return fsdp_mesh(settings, device.type)
-
-
-def fsdp_mesh(settings: FsdpSettings, device: str) -> DeviceMesh:
-    """All ranks: an axis of those that the model is sharded over, behind one of its copies where
-    there are several (HSDP).
-
-    Raises:
-        ValueError: the ranks cannot be divided so.
-    """
-    ranks = dist.get_world_size()
-    if settings.replicas == 1:
-        return init_device_mesh(device, (ranks,), mesh_dim_names=("shard",))
-    if problem := not_divisible(ranks, "replicas", settings.replicas):
-        raise ValueError(problem)
-    shape = (settings.replicas, ranks // settings.replicas)
-    return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def replicas_of(mesh: DeviceMesh) -> int:
-    """How many copies of each shard there are."""
-    return mesh.size(0) if mesh.ndim == 2 else 1
+    return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
 def not_divisible(ranks: int, field: str, size: int) -> str | None:
@@ -115,6 +90,30 @@ def not_divisible(ranks: int, field: str, size: int) -> str | None:
         f"fsdp.{field} = {size}: {ranks} ranks cannot be divided by it; set it, or ranks, so that"
         " they can"
     )
+
+
+def sharding_mesh(ranks: DeviceMesh, replicas: int) -> DeviceMesh:
+    """Over which a model is sharded: all ranks, or with `replicas` (HSDP) neighbours, which hold
+    one copy together; axes "replicate" and "shard". A collective.
+
+    Raises:
+        ValueError: the ranks cannot be divided so.
+    """
+    if replicas == 1:
+        return ranks
+    check_replicas(ranks.size(), replicas)
+    shape = (replicas, ranks.size() // replicas)
+    return init_device_mesh(ranks.device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def check_replicas(ranks: int, replicas: int) -> None:
+    """Raises ValueError: so many ranks cannot hold so many copies of a model."""
+    if ranks % replicas:
+        possible = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        raise ValueError(
+            f"fsdp.replicas = {replicas}: {ranks} ranks cannot hold as many copies of the model,"
+            f" each on as many ranks: set it to one of {possible}"
+        )
 
 
 def destroy_process_group() -> None:

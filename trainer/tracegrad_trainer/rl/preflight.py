@@ -13,9 +13,14 @@ from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import asked_quantization
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
-from tracegrad_trainer.engine.distributed import compute_dtype, not_divisible, pick_device
+from tracegrad_trainer.engine.distributed import (
+    check_replicas,
+    compute_dtype,
+    not_divisible,
+    pick_device,
+)
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.engine.model.parallelize import check_compiler
+from tracegrad_trainer.engine.model.compile import check_compiler
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
@@ -58,9 +63,9 @@ def check_memory(
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
     if settings.fsdp.compile:
         check_compiler()
-    for field in ("replicas", "context_parallel"):
-        if problem := not_divisible(world, field, getattr(settings.fsdp, field)):
-            raise ValueError(problem)
+    if problem := not_divisible(world, "context_parallel", settings.fsdp.context_parallel):
+        raise ValueError(problem)
+    check_replicas(world, settings.fsdp.replicas)
     memory.check_fits_memory(
         settings.model,
         settings.fsdp,

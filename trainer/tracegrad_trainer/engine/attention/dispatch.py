@@ -45,6 +45,8 @@ class RowAttention(Protocol):
     ) -> Attended: ...
 
 
+# Rows are Python's, and its kernels are compiled already.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_of_rows(
     module: nn.Module,
     query: Queries,
@@ -80,11 +82,8 @@ def attention_of_rows(
     return packed_rows.attend(query, key, value, scores), None
 
 
-# No part of a compiled block: rows are Python's, and each would be compiled for itself.
-_disable: Any = torch.compiler.disable
-_not_compiled = _disable(attention_of_rows)
 for _name in OURS.values():
-    AttentionInterface.register(_name, _not_compiled)
+    AttentionInterface.register(_name, attention_of_rows)
 
 
 def choose_attention(settings: FsdpSettings, device: torch.device) -> str:

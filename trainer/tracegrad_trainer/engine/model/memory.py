@@ -253,7 +253,7 @@ def estimate_memory(
     model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
 ) -> MemoryEstimate:
     """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
-    ranks = max(1, ranks // settings.replicas)  # that it is sharded over
+    ranks = max(1, ranks // settings.replicas)  # that share one copy
     blocks = transformer_blocks(model)
     count = sum(p.numel() for p in model.parameters())
     trained = count
@@ -304,11 +304,12 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
     layers = layer_configs(config)
     each = [_kept(layer) for layer in layers]
     inputs = sum(layer.hidden_size for layer in layers)
-    values = sum(each)
-    if settings.gradient_checkpointing:  # of one block all at a time
-        values = inputs + max(each)
-    if settings.gradient_checkpointing == "selective":  # and of the others about half
-        values += (sum(each) - max(each)) // 2
+    if settings.activation_offloading:
+        values = 2 * max(each)  # of the block that is computed, and of the one on its way
+    elif settings.gradient_checkpointing == "selective":
+        values = inputs + max(each) + sum(each) // 3
+    else:
+        values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
     return tokens * values * compute_dtype(settings).itemsize
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,11 @@ from tracegrad_trainer.engine.distributed import (
     compute_dtype,
     frozen_dtype,
     pick_device,
+    sharding_mesh,
 )
 from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
-from tracegrad_trainer.engine.model.activation_checkpointing import recomputed
+from tracegrad_trainer.engine.model.activation_memory import save_activation_memory
+from tracegrad_trainer.engine.model.compile import compile_blocks
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.hf_weights import (
     HfWeights,
@@ -114,6 +115,7 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
     # Dropout would make the three log-probability sets differ for no reason, and so would a
     # router's noise: the model never leaves evaluation mode, and cannot drop if one puts it there.
     model.eval()
+    _choose_experts(model, settings)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -127,33 +129,36 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         router_replay.install_replay(model)
     if settings.lora is not None:
         lora.attach_adapters(model, settings.lora)
-    # Forwards are replaced, not modules, whose wrappers change the parameters' names.
     if settings.compile:
-        check_compiler()
-        for block in transformer_blocks(model):
-            block.forward = torch.compile(block.forward, dynamic=True)  # rows differ in length
-    if settings.gradient_checkpointing:  # of what is compiled: the other way round it is not
-        for block in transformer_blocks(model):
-            kind = settings.gradient_checkpointing
-            block.forward = recomputed(block.forward, selective=kind == "selective")
+        compile_blocks(model)
+    save_activation_memory(model, settings)
     return model
 
 
-def check_compiler() -> None:
-    """Raises ValueError: what torch.compile makes cannot be built here."""
-    if not any(map(shutil.which, ("g++", "c++", "clang++"))):
+def _choose_experts(model: Any, settings: FsdpSettings) -> None:
+    """Raises ValueError: the model's experts have no choice, or it has none."""
+    if settings.experts == "auto":
+        return
+    try:
+        possible = model._can_set_experts_implementation()
+        if possible:
+            model.set_experts_implementation(settings.experts)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"fsdp.experts = {settings.experts!r}: {error}; set 'eager'") from error
+    if not possible:
         raise ValueError(
-            "fsdp.compile needs a C++ compiler: install g++ (Debian: apt-get install g++), or leave"
-            " it out"
+            f"fsdp.experts = {settings.experts!r}: the experts of {type(model).__name__}, if it has"
+            " any, are computed in one way only; set fsdp.experts = 'auto'"
         )
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Module:
     """FSDP2: each transformer block is a unit, the root holds the rest; what is frozen is kept in
-    `fsdp.frozen_dtype`. In place.
+    `fsdp.frozen_dtype`. With `fsdp.replicas` as many groups of ranks hold a copy each (HSDP): they
+    gather weights among themselves, and only gradients go from one to another. In place.
 
     Raises:
-        ValueError: the model names no blocks.
+        ValueError: the model names no blocks, or the ranks cannot be divided so.
     """
     compute = compute_dtype(settings)
     for parameter in model.parameters():
@@ -169,7 +174,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, settings: FsdpSettings) -> nn.Modu
     if settings.cpu_offload:
         # Without an accelerator nothing can be pinned, and there is nowhere to copy from.
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    common: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    over = sharding_mesh(mesh, settings.replicas)
+    common: dict[str, Any] = {"mesh": over, "mp_policy": policy, "offload_policy": offload}
     for block in transformer_blocks(model):
         fully_shard(block, reshard_after_forward=settings.reshard, **common)
     fully_shard(model, reshard_after_forward=False, **common)

@@ -36,7 +36,13 @@ def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings
         ValueError: there is no such model.
     """
     own = settings.model_copy(
-        update={"lora": None, "gradient_checkpointing": False, "reshard": True, "routing": "own"}
+        update={
+            "lora": None,
+            "gradient_checkpointing": False,
+            "activation_offloading": False,
+            "reshard": True,
+            "routing": "own",
+        }
     )
     return build_sharded(folder, mesh, own, frozen=True)
 

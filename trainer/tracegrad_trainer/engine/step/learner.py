@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
-from tracegrad_trainer.engine.distributed import compute_device, replicas_of
+from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext, forward
@@ -26,6 +26,7 @@ from tracegrad_trainer.engine.model.reference import reference_of
 from tracegrad_trainer.engine.step.accumulate import Accumulated, accumulate, rows_to_drop
 from tracegrad_trainer.engine.step.optimizer import (
     apply_share_of_step,
+    copies_of_shards,
     learning_rate,
     local_gradients,
     make_optimizer,
@@ -78,6 +79,7 @@ class Learner:
         self.adamw = adamw
         self.optimizer = make_optimizer(model, optim, adamw)
         self.policy, self.critic = trained_parameters(model)
+        self._copies = copies_of_shards(model)
         if "value" in objective.needs and not value_head.has_value_head(model):
             raise ValueError("this objective learns values: put a value head on before `shard`")
         head = choose_lm_head(model, self.device, elements=head_elements)
@@ -198,9 +200,8 @@ class Learner:
             entropy_coef=self.entropy_coef,
         )
         learning = self.critic if self._critic_alone else [*self.policy, *self.critic]
-        squares = squared_norm(local_gradients(learning), self.device)
-        self.engine.sum_over_context(squares)  # each rank has shards of its own,
-        squares /= replicas_of(self.mesh)  # or one of their copies
+        squares = squared_norm(local_gradients(learning), self.device) / self._copies
+        self.engine.sum_over_context(squares)  # each rank has shards of its own, or its replicas'
         # What fills up a rank's micro-batches is no part of the step.
         real = [batch for batch in micro_batches if (batch.row_keys >= 0).any()]
         counted = {

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.model import value_head
+from tracegrad_trainer.engine.step.bf16_moments import Bf16MomentsAdamW
 
 
 def make_optimizer(
@@ -28,7 +29,8 @@ def make_optimizer(
             ([p for p in parameters if p.ndim < 2], 0.0),
         )
     ]
-    return torch.optim.AdamW(
+    kind = Bf16MomentsAdamW if optim.moments == "bfloat16" else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=optim.betas,
@@ -117,6 +119,15 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         if grad is not None:
             found.append(grad.to_local() if isinstance(grad, DTensor) else grad)
     return found
+
+
+def copies_of_shards(model: nn.Module) -> int:
+    """How many ranks hold the same shards: replicas of the model (HSDP)."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+            return math.prod(size for placement, size in sizes if placement.is_replicate())
+    return 1
 
 
 def squared_norm(gradients: list[Tensor], device: torch.device) -> Tensor:

@@ -300,3 +300,13 @@ def test_a_model_without_named_blocks_is_refused() -> None:
 def test_settings_that_are_not_for_the_model_are_refused_before_training(folder: Path) -> None:
     with pytest.raises(ValueError, match="has no routers"):
         build_model(folder, FsdpSettings(device="cpu", routing="r3"))
+
+
+def test_copies_of_the_model_are_shared_by_fewer_ranks(large: Path) -> None:
+    def state(ranks: int, replicas: int) -> int:
+        settings = FsdpSettings(device="cpu", replicas=replicas)
+        return memory.estimate_memory(
+            memory.meta_model(large), settings, ranks=ranks, tokens=1000
+        ).state
+
+    assert state(8, 2) == state(4, 1) == 2 * state(8, 1)

@@ -22,6 +22,7 @@ from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.checkpoint.hf_export import as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import (
+    check_replicas,
     compute_device,
     destroy_process_group,
     init_process_group,
@@ -137,3 +138,9 @@ def test_a_dropout_that_is_a_module_is_none() -> None:
         dropouts = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
         assert dropouts
         assert not any(dropouts)
+
+
+def test_copies_that_the_ranks_cannot_hold_are_refused() -> None:
+    check_replicas(4, 2)
+    with pytest.raises(ValueError, match=r"fsdp.replicas = 3: 4 ranks .*one of \[1, 2, 4\]"):
+        check_replicas(4, 3)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.integrations import moe
 
 from support.trainer.forward_checks import agree, gradients
 from support.trainer.routing_samples import drawn, told
@@ -145,6 +146,37 @@ def test_a_checkpointed_block_replays_the_same_routes_in_backward(name: str) -> 
         logprobs(model, batch(shifted(recorded(model)[1]))).sum().backward()
         seen.append(gradients(model))
     agree(seen[1], seen[0], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_at_once_or_one_by_one_with_replayed_routes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    grouped = moe._grouped_mm
+
+    def counted(*given: Any, **named: Any) -> Tensor:
+        calls.append(how)
+        found: Tensor = grouped(*given, **named)
+        return found
+
+    monkeypatch.setattr(moe, "_grouped_mm", counted)
+    numbers, seen = [], []
+    for how in ("auto", "grouped_mm", "eager"):
+        model = make(name, routing="r3", experts=how)
+        found = logprobs(model, batch(shifted(recorded(model)[1])))
+        found.sum().backward()
+        numbers.append(found.detach())
+        seen.append(gradients(model))
+    assert set(calls) == {"auto", "grouped_mm"}
+    assert torch.equal(numbers[0], numbers[1])
+    torch.testing.assert_close(numbers[2], numbers[0], rtol=1e-5, atol=1e-5)
+    agree(seen[2], seen[0])
+
+
+def test_experts_that_are_not_there_cannot_be_chosen() -> None:
+    with pytest.raises(ValueError, match=r"fsdp.experts = 'eager': .*Qwen3ForCausalLM.* 'auto'"):
+        make("qwen3", experts="eager")
 
 
 @pytest.fixture

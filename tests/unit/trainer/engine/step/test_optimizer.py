@@ -55,6 +55,7 @@ def test_a_cosine_falls_slowly_then_fast_then_slowly() -> None:
             "optim.decay_steps = 5 must be more than optim.warmup_steps = 5",
         ),
         ({"betas": (0.9, 1.0)}, "optim.betas = (0.9, 1.0): each must be"),
+        ({"moments": "bfloat16", "betas": (0.9, 0.999)}, "set betas below 0.996, or moments to"),
         ({"lr": float("nan")}, "lr"),
         ({"lr": float("inf")}, "lr"),
         ({"schedule": "exponential"}, "schedule"),
@@ -108,6 +109,34 @@ def test_one_kernel_for_a_whole_update_is_as_exact_as_one_for_each_product() -> 
         error = (ends[how] - ends["exact"]).abs().max()
         assert error < 10 * torch.finfo(torch.float32).eps, how
     assert make_optimizer(nn.Linear(2, 2), OptimSettings()).defaults["fused"]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+def test_moments_in_bfloat16_are_those_of_float32_rounded(implementation: Any) -> None:
+    """After each update by float32 moments that are rounded in between, to the bit."""
+    models = [nn.Linear(40, 30), nn.Linear(40, 30)]
+    models[1].load_state_dict(models[0].state_dict())
+    made = [
+        make_optimizer(model, OptimSettings(lr=RATE, weight_decay=0.1, moments=how), implementation)
+        for model, how in zip(models, ("bfloat16", "float32"), strict=True)
+    ]
+    for number in range(6):
+        for model, optimizer in zip(models, made, strict=True):
+            for parameter in model.parameters():
+                drawn = torch.Generator().manual_seed(number)
+                parameter.grad = torch.randn(parameter.shape, generator=drawn)
+            apply_share_of_step(optimizer, 0.5 if number == 3 else 1.0)
+        for state in made[1].state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+    for name, weight in models[0].named_parameters():
+        assert torch.equal(weight, dict(models[1].named_parameters())[name])
+    for state in made[0].state.values():
+        assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
+        assert float(state["step"]) == 5.5
+    # In float32 they would be, and stay so: a run may go on with the other.
+    made[0].load_state_dict(made[1].state_dict())
+    assert {state["exp_avg"].dtype for state in made[0].state.values()} == {torch.bfloat16}
 
 
 def test_the_norm_is_over_all_gradients_together() -> None:

@@ -12,7 +12,8 @@ from support.trainer.row_samples import rows
 from support.trainer.tiny_models import make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine import FsdpSettings
-from tracegrad_trainer.engine.model import memory, parallelize
+from tracegrad_trainer.engine.model import compile as compiled
+from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.forward import to_inputs
 
 # Of two blocks: q, k, v, o, gate, up. Nothing behind them needs the last one's result: not again.
@@ -74,8 +75,8 @@ def test_steps_recorded_before_there_was_a_choice_are_read() -> None:
 
 
 def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallelize.shutil, "which", lambda _: None)
-    with pytest.raises(ValueError, match=r"fsdp\.compile needs a C\+\+ compiler: install g\+\+"):
+    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
+    with pytest.raises(ValueError, match=r"needs a C\+\+ compiler: install g\+\+"):
         make("qwen3", compile=True)
 
 
