@@ -48,7 +48,11 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
-from tracegrad_trainer.rl.preflight import check_before_training, describe_precision
+from tracegrad_trainer.rl.preflight import (
+    check_before_training,
+    describe_lora_push,
+    describe_precision,
+)
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
@@ -156,7 +160,13 @@ class ServeStack:
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
         point = resume_point(settings, self.store)
-        for line in (describe_resume(point, settings), describe_precision(settings)):
+        for line in (
+            describe_resume(point, settings),
+            describe_precision(settings),
+            describe_lora_push(settings),
+        ):
+            if line is None:
+                continue
             self.console.print(line, highlight=False, soft_wrap=True)
         resolved = write_resolved_settings(settings)
         self.report_stage(
@@ -278,8 +288,9 @@ def check_startup(settings: TrainerSettings, store: Store, free: int | None = No
 
 def check_push_room(settings: TrainerSettings, placement: Placement) -> None:
     """Raises StartError: nowhere is room for the files of two weight pushes."""
+    size = 0 if settings.vllm.adapter else placement.pushed // VERSIONS
     try:
-        choose_directory(settings.push.folder, placement.pushed // VERSIONS)
+        choose_directory(settings.push.folder, size)
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from tracegrad.events import Json
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     ProxyControl,
@@ -50,7 +51,9 @@ class WeightPusher:
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (default: see `weight_directory`). Without
     `proxy_url`, only the engine's own queue holds calls; `proxy_key` is the proxy's control key,
-    or its admin key. With `sleep` the engine does not only pause, it sleeps.
+    or its admin key. With `sleep` the engine does not only pause, it sleeps. With `adapter`, the
+    content of an adapter_config.json, a push is of such an adapter, under peft's names, and
+    `checkpoint` the folder of one.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class WeightPusher:
         hold_ttl_s: float = 120.0,
         timeout_s: float = 300.0,
         sleep: SleepSettings | None = None,
+        adapter: Json | None = None,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -73,6 +77,7 @@ class WeightPusher:
         if sleep and sleep.level == 2 and not files:
             raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
         self._served = _served(version, files)
+        self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
         self._vllm = VllmControl(vllm_url, timeout_s)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
@@ -150,7 +155,11 @@ class WeightPusher:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
         try:
             with self._watch.stage("write"):
-                return _served(version, self._files.write(version, tensors))
+                if self._adapter is not None:
+                    files = self._files.write_adapter(version, tensors, self._adapter)
+                else:
+                    files = self._files.write(version, tensors)
+                return _served(version, files)
         except (OSError, ValueError) as error:
             if not self._stopped:
                 self._take_watch()
