@@ -257,7 +257,7 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
     vLLM starts with those of the model folder, whatever version was trained last."""
     model = settings.proxy.model or settings.vllm.served_model_name
-    ours: dict[str, object] = {"model": model, "upstream": settings.vllm.url, "held": True}
+    ours: dict[str, object] = {"model": model, "upstream": settings.proxy.upstream, "held": True}
     if settings.vllm.api_key is not None:
         ours["upstream_api_key"] = settings.vllm.api_key
     env = settings.proxy.model_copy(update=ours).environment()

@@ -119,6 +119,11 @@ class PushSettings(BaseModel):
         description="with fsdp.lora: push the adapter alone, which vLLM serves beside the model, or"
         " the model's weights with it merged in; auto: the adapter where vLLM can serve it",
     )
+    engines: tuple[str, ...] = Field(
+        (),
+        description="base URLs of further vLLM servers of this model, started by other hands with"
+        " the arguments of ours: calls are spread over all, and a push goes to all or none",
+    )
     timeout_s: float = Field(
         300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"
     )
@@ -132,6 +137,14 @@ class PushSettings(BaseModel):
         " on median, 99 % quantile and mean by the coarser dtype of trainer and engine",
     )
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
+
+    @field_validator("engines")
+    @classmethod
+    def _engines_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://", "unix://")) or "," in url:
+                raise ValueError(f"{url!r} is no base URL: write it as http://HOST:PORT")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 
 class TrainerSettings(FileSettings):
@@ -307,6 +320,17 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _engines_are_told_apart(self) -> Self:
+        if len(set(self.engine_urls)) < len(self.engine_urls):
+            raise ValueError("push.engines: names an engine twice, or our own vLLM: leave it out")
+        if self.push.engines and self.gpus.share:
+            raise ValueError(
+                "push.engines: with gpus.share vLLM sleeps while the ranks work, and engines of"
+                " other hands do not; leave them out, or set gpus.share = false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_serves_adapter(self) -> Self:
         reason = merged_reason(self)
         if self.push.lora == "adapter" and reason is not None:
@@ -320,11 +344,16 @@ class TrainerSettings(FileSettings):
 
     @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
-        changes: dict[str, Any] = {"upstream": self.vllm.url}
+        changes: dict[str, Any] = {"upstream": ",".join(self.engine_urls)}
         if "store" not in self.proxy.model_fields_set:
             changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
         self.proxy = self.proxy.model_copy(update=changes)
         return self
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Of all that serve the policy, our own vLLM first."""
+        return (self.vllm.url, *self.push.engines)
 
     @property
     def url(self) -> str:

@@ -80,7 +80,7 @@ class WeightPublisher:
         if is_rank_zero():
             self.pusher = stack.enter_context(
                 WeightPusher(
-                    settings.vllm.url,
+                    settings.engine_urls,
                     settings.url,
                     proxy_key=key.get_secret_value() if key else None,
                     version=NOTHING_SERVED,
@@ -234,13 +234,17 @@ class _Probing:
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
-        samples = sample_probes(
-            settings.vllm.url,
-            self.prompts,
-            tokens=settings.push.probe_tokens,
-            model=settings.vllm.served_model_name,
-            key=engine_key.get_secret_value() if engine_key else None,
-        )
+        samples = [
+            sample
+            for url in settings.engine_urls
+            for sample in sample_probes(
+                url,
+                self.prompts,
+                tokens=settings.push.probe_tokens,
+                model=settings.vllm.served_model_name,
+                key=engine_key.get_secret_value() if engine_key else None,
+            )
+        ]
         self.shared = True
         _share(samples)
         trained = self.publisher.trained_logprobs(samples)

@@ -8,7 +8,8 @@ asleep, is `engine_sleep`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,8 @@ from tracegrad_trainer.inference.control_routes import (
     ProxyControl,
     PushError,
     ServedWeights,
-    VllmControl,
 )
+from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import (
     EnginePause,
     EngineSleep,
@@ -32,6 +33,8 @@ from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class PushReport:
 
 
 class WeightPusher:
-    """Pushes from the one process that holds whole tensors (the trainer's rank 0).
+    """Pushes from the one process that holds whole tensors (the trainer's rank 0), to one engine or
+    to several: to all of them or to none.
 
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (default: see `weight_directory`). Without
@@ -58,7 +62,7 @@ class WeightPusher:
 
     def __init__(
         self,
-        vllm_url: str,
+        vllm_url: str | Sequence[str],
         proxy_url: str | None = None,
         *,
         proxy_key: str | None = None,
@@ -79,14 +83,15 @@ class WeightPusher:
         self._served = _served(version, files)
         self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
-        self._vllm = VllmControl(vllm_url, timeout_s)
+        urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
+        if sleep and len(urls) > 1:
+            raise ValueError("sleep: only of one engine, whose GPUs the ranks share")
+        self._vllm = EngineGroup(urls, timeout_s)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
         self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
         if sleep:
             state_dir = str(sleep.state_dir)
-            guarded = GuardedEngine(
-                vllm_url, proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir
-            )
+            guarded = GuardedEngine(urls[0], proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir)
             self._engine = EngineSleep(
                 self._vllm,
                 self._proxy,
@@ -239,6 +244,8 @@ class WeightPusher:
     ) -> None:
         """Loads what was served before, once the engine is `ready`, and goes on with it."""
         if isinstance(cause, EngineLostError):
+            if self._vllm.some_left:
+                self._save_others(watch, ready)
             raise cause
         if not self._served.paths:
             raise EngineLostError(
@@ -254,6 +261,18 @@ class WeightPusher:
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
         self._go_on(watch)
+
+    def _save_others(
+        self, watch: Stopwatch, ready: Callable[[ServedWeights, Stopwatch], None]
+    ) -> None:
+        """One engine is lost, and the trainer ends with it: the others serve what they did."""
+        try:
+            ready(self._served, watch)
+            self._vllm.load(self._served)
+            self._proxy.set_version(self.version)
+            self._engine.go_on(self._served, watch)
+        except PushError as error:
+            logger.warning("engines beside the lost one do not go on either: %s", error)
 
     def _go_on(self, watch: Stopwatch) -> None:
         try:

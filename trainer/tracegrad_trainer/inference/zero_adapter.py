@@ -51,8 +51,8 @@ def write_zero_adapter(link: Path) -> None:
 
 
 def keep_adapter(link: Path, folder: Path) -> None:
-    """A copy of `folder`, which its owner may remove before vLLM reads it again, and `link` leads to
-    it. Of this process's copies the last one stays; vLLM must stand still."""
+    """Makes `link` lead to a copy of `folder`, which may be gone before vLLM reads it again.
+    Of this process's copies the last one stays; vLLM must stand still."""
     copy = link.with_name(f"{link.name}.{os.getpid()}")
     with replacing_folder(copy) as partial:
         shutil.copytree(folder, partial, dirs_exist_ok=True)
