@@ -297,6 +297,7 @@ def test_adapters_are_served_beside_their_model(tiny_model_dir: Path, tmp_path: 
         agrees(process.url, load_model(tiny_model_dir), SHORT, LONG)  # nothing is pushed yet
         with WeightPusher(process.url, checkpoint=zero_adapter(adapter), adapter=config) as pusher:
             report = pusher.push(1, lora.adapter_tensors(moved(model, seed=1)))
+            assert report.carried == "adapter"
             assert report.bytes < sum(p.nbytes for p in model.parameters()) / 4
             agrees(process.url, model, SHORT, LONG, LONG)  # no cache of the model alone
             assert served_version(process.url) == "1"

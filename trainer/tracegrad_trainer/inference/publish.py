@@ -62,6 +62,7 @@ class PublishResult:
         return {
             "seconds": self.report.seconds if self.report else {},
             "bytes": self.report.bytes if self.report else None,
+            "carried": self.report.carried if self.report else None,
             "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
             "error": self.error,
         }

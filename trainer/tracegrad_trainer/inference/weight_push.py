@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -36,6 +37,8 @@ from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
+Carried = Literal["weights", "adapter"]
+
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
@@ -46,6 +49,7 @@ class PushReport:
     version: int
     seconds: dict[str, float]
     bytes: int  # of the files
+    carried: Carried = "weights"
 
 
 class WeightPusher:
@@ -192,7 +196,8 @@ class WeightPusher:
         finally:
             self._files.keep_only(self.version)
         size = sum(Path(path).stat().st_size for path in new.paths)
-        return PushReport(new.version, watch.seconds, size)
+        carried: Carried = "weights" if self._adapter is None else "adapter"
+        return PushReport(new.version, watch.seconds, size, carried)
 
     def close(self) -> None:
         """Removes the weight files: nothing can be put back afterwards. An engine that still
