@@ -52,7 +52,9 @@ PROGRAM_VARIABLES = {
 }
 
 # That one program of ours sets for another; nobody else need.
-INTERNAL_VARIABLES = frozenset({"TRACEGRAD_DIE_WITH_PARENT", "TRACEGRAD_FORK_ENGINE"})
+INTERNAL_VARIABLES = frozenset(
+    {"TRACEGRAD_ADAPTER", "TRACEGRAD_DIE_WITH_PARENT", "TRACEGRAD_FORK_ENGINE"}
+)
 
 _PREFIX = "TRACEGRAD_"
 # Of settings: `settings_sources.unknown_variables` knows their names.

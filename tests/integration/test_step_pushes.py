@@ -145,7 +145,7 @@ def test_adapters_are_pushed_merged_and_never_twice(
     vllm_server: VllmServer, runs: Runs, tmp_path: Path
 ) -> None:
     model = vllm_server.model_dir
-    changes = {"fsdp__lora": '{"rank": 4, "alpha": 32}'}
+    changes = {"fsdp__lora": '{"rank": 4, "alpha": 32}', "push__lora": "merged"}
     try:
         with pushing_ranks(
             runs, vllm_server.process, model, tmp_path / "state", **changes
@@ -167,3 +167,23 @@ def test_adapters_are_pushed_merged_and_never_twice(
     finally:
         with WeightPusher(vllm_server.url, checkpoint=model) as pusher:
             pusher.push(-1, load_model(model).named_parameters())
+
+
+def test_adapters_alone_are_pushed_to_an_engine_that_serves_them(
+    tiny_model_dir: Path, runs: Runs, tmp_path: Path
+) -> None:
+    changes = {"fsdp__lora": '{"rank": 4, "alpha": 32}'}
+    state = tmp_path / "state"
+    serving = tiny_settings(tiny_model_dir, tmp_path / "vllm.log").model_copy(
+        update={"adapter": state / "run" / "adapter", "adapter_rank": 4}
+    )
+    state.mkdir(mode=0o700)
+    with VllmProcess(serving) as engine:
+        engine.wait_healthy(timeout=240)
+        with pushing_ranks(runs, engine, tiny_model_dir, state, **changes) as pushing:
+            assert pushing.settings.vllm.adapter == serving.adapter
+            fill(pushing.store_url, groups=8)
+            assert pushing.run(until=2)
+            proven(pushing, steps=2)
+            assert pushing.run(until=3)  # a new start, of adapters that were trained
+            pushing.agree()

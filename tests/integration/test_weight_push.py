@@ -5,6 +5,7 @@ On a CPU in fp32 the two agree to about 1e-6 nats, so a stale layer, head or cac
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -27,6 +28,8 @@ from support.trainer.tiny_model import (
     tiny_tokenizer,
 )
 from tracegrad_trainer.engine import as_hf_tensors
+from tracegrad_trainer.engine.config import LoraSettings
+from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
@@ -35,6 +38,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.utils.network import http_client
 
 pytestmark = pytest.mark.vllm
@@ -268,3 +272,56 @@ def test_other_shapes_of_model_take_new_weights(kind: str, tmp_path: Path) -> No
                 perturb(model, seed=version)
                 pusher.push(version, as_hf_tensors(model, model.named_parameters()))
                 agrees(process.url, model, SHORT, LONG)
+
+
+def moved(model: PreTrainedModel, *, seed: int) -> PreTrainedModel:
+    """Another adapter; the weights beneath stay."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if lora.is_adapter_parameter(name):
+            parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def test_adapters_are_served_beside_their_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model = lora.attach_adapters(load_model(tiny_model_dir), LoraSettings(rank=4, alpha=8))
+    assert isinstance(model, PreTrainedModel)
+    config = lora.adapter_config(model)
+    adapter = tmp_path / "run" / "adapter"
+    settings = tiny_settings(tiny_model_dir, tmp_path / "vllm.log").model_copy(
+        update={"adapter": adapter, "adapter_rank": 4}
+    )
+    with VllmProcess(settings) as process:
+        process.wait_healthy(timeout=240)
+        server = VllmServer(process.url, tiny_model_dir, "policy", process, tmp_path)
+        agrees(process.url, load_model(tiny_model_dir), SHORT, LONG)  # nothing is pushed yet
+        with WeightPusher(process.url, checkpoint=zero_adapter(adapter), adapter=config) as pusher:
+            report = pusher.push(1, lora.adapter_tensors(moved(model, seed=1)))
+            assert report.carried == "adapter"
+            assert report.bytes < sum(p.nbytes for p in model.parameters()) / 4
+            agrees(process.url, model, SHORT, LONG, LONG)  # no cache of the model alone
+            assert served_version(process.url) == "1"
+
+            wrong = [(n.replace("o_proj", "p"), t) for n, t in lora.adapter_tensors(model)]
+            with pytest.raises(PushError, match="version 2 is not served, version 1 still is"):
+                pusher.push(2, wrong)
+            agrees(process.url, model, SHORT, LONG)
+
+            stream, before = Stream(), copy.deepcopy(model)
+            reader = threading.Thread(target=stream.read, args=(server, 500))
+            reader.start()
+            deadline = time.monotonic() + 30
+            while len(stream.tokens) < 20 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            pusher.stop_engine()
+            mark = len(stream.tokens)
+            pusher.push(3, lora.adapter_tensors(moved(model, seed=2)))
+            reader.join(60)
+            assert 20 <= mark < 400, "the push met the stream half-way"
+            assert stream.finish_reason == "length"
+            old = reference_logprobs(before, stream.prompt, stream.tokens)
+            new = reference_logprobs(model, stream.prompt, stream.tokens)
+            compare_logprobs(stream.logprobs[:mark], old[:mark], TOLERANCE)
+            # A token or two may have been on their way to the reader.
+            compare_logprobs(stream.logprobs[mark + 8 :], new[mark + 8 :], TOLERANCE)
+            agrees(process.url, model, SHORT, LONG)

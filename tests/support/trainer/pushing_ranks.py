@@ -95,7 +95,7 @@ def pushing_ranks(
 ) -> Iterator[PushingRanks]:
     """With a proxy of their own, as `trainer serve` starts it."""
     places = {"vllm__socket": engine.settings.socket, "proxy__port": find_free_port()}
-    state_dir.mkdir(mode=0o700)
+    state_dir.mkdir(mode=0o700, exist_ok=True)
     ranks = int(str(changes.get("ranks", 1)))
     settings = with_control_key(settings_of(model, state_dir, **places, **changes))
     proxy = proxy_process(settings)

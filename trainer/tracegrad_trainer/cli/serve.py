@@ -51,7 +51,11 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
-from tracegrad_trainer.rl.preflight import check_before_training, describe_precision
+from tracegrad_trainer.rl.preflight import (
+    check_before_training,
+    describe_lora_push,
+    describe_precision,
+)
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
@@ -164,7 +168,8 @@ class ServeStack:
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
         point = resume_point(settings, self.store)
-        for line in (describe_resume(point, settings), describe_precision(settings)):
+        said = [describe_resume(point, settings), describe_precision(settings)]
+        for line in [*said, *filter(None, [describe_lora_push(settings)])]:
             self.console.print(line, highlight=False, soft_wrap=True)
         resolved = write_resolved_settings(settings)
         self.report_stage(
@@ -257,7 +262,7 @@ def proxy_process(settings: TrainerSettings) -> ChildProcess:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
     vLLM starts with those of the model folder, whatever version was trained last."""
     model = settings.proxy.model or settings.vllm.served_model_name
-    ours: dict[str, object] = {"model": model, "upstream": settings.vllm.url, "held": True}
+    ours: dict[str, object] = {"model": model, "upstream": settings.proxy.upstream, "held": True}
     if settings.vllm.api_key is not None:
         ours["upstream_api_key"] = settings.vllm.api_key
     env = settings.proxy.model_copy(update=ours).environment()
@@ -301,8 +306,9 @@ def check_startup(settings: TrainerSettings, store: Store, free: int | None = No
 
 def check_push_room(settings: TrainerSettings, placement: Placement) -> None:
     """Raises StartError: nowhere is room for the files of two weight pushes."""
+    size = 0 if settings.vllm.adapter else placement.pushed // VERSIONS
     try:
-        choose_directory(settings.push.folder, placement.pushed // VERSIONS)
+        choose_directory(settings.push.folder, size)
     except ValueError as error:
         raise StartError(str(error)) from None
 

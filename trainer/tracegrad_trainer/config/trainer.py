@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -34,6 +34,7 @@ from tracegrad.settings_sources import (
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.gpus import GpuSettings
+from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
@@ -113,6 +114,16 @@ class PushSettings(BaseModel):
         description="where weights go as files, two versions of them, in the dtype that is served;"
         " vLLM must see it too; default: /dev/shm if they have room there, else TMPDIR or /tmp",
     )
+    lora: Literal["auto", "adapter", "merged"] = Field(
+        "auto",
+        description="with fsdp.lora: push the adapter alone, which vLLM serves beside the model, or"
+        " the model's weights with it merged in; auto: the adapter where vLLM can serve it",
+    )
+    engines: tuple[str, ...] = Field(
+        (),
+        description="base URLs of further vLLM servers of this model, started by other hands with"
+        " the arguments of ours: calls are spread over all, and a push goes to all or none",
+    )
     timeout_s: float = Field(
         300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"
     )
@@ -126,6 +137,14 @@ class PushSettings(BaseModel):
         " on median, 99 % quantile and mean by the coarser dtype of trainer and engine",
     )
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
+
+    @field_validator("engines")
+    @classmethod
+    def _engines_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not url.startswith(("http://", "https://", "unix://")) or "," in url:
+                raise ValueError(f"{url!r} is no base URL: write it as http://HOST:PORT")
+        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 
 class TrainerSettings(FileSettings):
@@ -301,12 +320,40 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _engines_are_told_apart(self) -> Self:
+        if len(set(self.engine_urls)) < len(self.engine_urls):
+            raise ValueError("push.engines: names an engine twice, or our own vLLM: leave it out")
+        if self.push.engines and self.gpus.share:
+            raise ValueError(
+                "push.engines: with gpus.share vLLM sleeps while the ranks work, and engines of"
+                " other hands do not; leave them out, or set gpus.share = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _engine_serves_adapter(self) -> Self:
+        reason = merged_reason(self)
+        if self.push.lora == "adapter" and reason is not None:
+            raise ValueError(f"push.lora = 'adapter': {reason}; set push.lora = 'auto'")
+        changes: dict[str, Any] = {"adapter": None}
+        if self.fsdp.lora is not None and reason is None:
+            folder = self.state_dir / "run" / "adapter"
+            changes = {"adapter": folder, "adapter_rank": self.fsdp.lora.rank}
+        self.vllm = self.vllm.model_copy(update=changes)
+        return self
+
+    @model_validator(mode="after")
     def _store_in_our_folder(self) -> Self:
-        changes: dict[str, Any] = {"upstream": self.vllm.url}
+        changes: dict[str, Any] = {"upstream": ",".join(self.engine_urls)}
         if "store" not in self.proxy.model_fields_set:
             changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
         self.proxy = self.proxy.model_copy(update=changes)
         return self
+
+    @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Of all that serve the policy, our own vLLM first."""
+        return (self.vllm.url, *self.push.engines)
 
     @property
     def url(self) -> str:
@@ -367,6 +414,17 @@ class TrainerSettings(FileSettings):
         resolved: dict[str, Any] = self.model_dump(mode="json")
         resolved["fsdp"] |= resolved_dtypes(self.fsdp)
         return resolved
+
+
+def merged_reason(settings: TrainerSettings) -> str | None:
+    """Why a push carries the model's whole weights; None: it carries an adapter."""
+    if settings.push.lora == "merged":
+        return "push.lora = 'merged'"
+    return why_not_served(
+        settings.model,
+        settings.fsdp.lora,
+        sleep_level=settings.gpus.sleep_level if settings.gpus.share else None,
+    )
 
 
 def with_sleep(vllm: VllmSettings, proxy: ProxySettings) -> tuple[VllmSettings, ProxySettings]:

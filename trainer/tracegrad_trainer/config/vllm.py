@@ -20,9 +20,13 @@ from tracegrad_trainer.utils.network import short_socket_path
 from tracegrad_trainer.utils.subprocesses import ENGINE_KEY_VARIABLE
 
 WEIGHT_TRANSFER_BACKEND = "tracegrad_shm"
+ADAPTER_TRANSFER_BACKEND = "tracegrad_adapter"
+# vLLM's own list: it reserves memory for one of these ranks.
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # Read by the plugin in vLLM's processes.
 DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
+ADAPTER_VARIABLE = "TRACEGRAD_ADAPTER"
 CPU_KV_BYTES = 256 << 20
 
 WeightsDtype = Literal["float32", "float16", "bfloat16"]
@@ -111,6 +115,14 @@ class VllmSettings(BaseModel):
         description="return which experts of a mixture each token went to, on GPUs only; set where"
         " fsdp.routing = 'r3'",
     )
+    adapter: Path | None = Field(
+        None,
+        description="link to the LoRA adapter, at first one that changes nothing, that is served"
+        " with the model under its name in calls; set where push.lora serves adapters",
+    )
+    adapter_rank: int = Field(
+        16, ge=1, le=ADAPTER_RANKS[-1], description="its inner size; set with it"
+    )
     sleep_mode: bool = Field(
         False,
         description="vLLM can give up its GPU memory and take it back; set where gpus.share is on",
@@ -190,7 +202,8 @@ class VllmSettings(BaseModel):
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
         options: dict[str, object | None] = {
             "model": self.model,
-            "served-model-name": self.served_model_name,
+            # The adapter has the name of calls, which vLLM gives only once.
+            "served-model-name": self.served_model_name + ("-base" if self.adapter else ""),
             **(
                 {"uds": self.socket}
                 if self.port is None
@@ -214,7 +227,7 @@ class VllmSettings(BaseModel):
             "generation-config": "vllm",
             "tool-call-parser": self.tool_call_parser,
             "reasoning-parser": self.reasoning_parser,
-            "weight-transfer-config": json.dumps({"backend": WEIGHT_TRANSFER_BACKEND}),
+            "weight-transfer-config": json.dumps({"backend": self.transfer_backend}),
             # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
             "allowed-media-domains": "none.invalid",
         }
@@ -224,9 +237,27 @@ class VllmSettings(BaseModel):
         # The CPU build refuses the option; its routes are there without, and only pause.
         flags += ["--enable-sleep-mode"] if self.sleep_mode and not self.on_cpu else []
         flags += ["--enable-return-routed-experts"] if self.routed_experts else []
+        flags += self._adapter_flags()
         flags += ["--enable-auto-tool-choice"] if self.tool_call_parser else []
         pairs = [(f"--{name}", str(value)) for name, value in options.items() if value is not None]
         return [*(word for pair in pairs for word in pair), *flags, *self.extra_args]
+
+    @property
+    def transfer_backend(self) -> str:
+        """What takes a push in vLLM's workers: whole weights, or an adapter."""
+        return ADAPTER_TRANSFER_BACKEND if self.adapter else WEIGHT_TRANSFER_BACKEND
+
+    def _adapter_flags(self) -> list[str]:
+        if self.adapter is None:
+            return []
+        most = next(rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank)
+        module = {"name": self.served_model_name, "path": str(self.adapter)}
+        return [
+            "--enable-lora",
+            *("--max-loras", "1"),
+            *("--max-lora-rank", str(most)),
+            *("--lora-modules", json.dumps(module)),
+        ]
 
     def environment(self) -> dict[str, str]:
         """What the server's environment has beyond ours."""
@@ -241,6 +272,8 @@ class VllmSettings(BaseModel):
         }
         if self.api_key is not None:
             variables |= {ENGINE_KEY_VARIABLE: self.api_key.get_secret_value()}
+        if self.adapter is not None:
+            variables |= {ADAPTER_VARIABLE: str(self.adapter)}
         if Path(self.model).exists():
             variables |= {"HF_HUB_OFFLINE": "1"}
         if self.on_cpu:

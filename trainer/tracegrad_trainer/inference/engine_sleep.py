@@ -22,8 +22,8 @@ from tracegrad_trainer.inference.control_routes import (
     PushError,
     ServedWeights,
     SleepLevel,
-    VllmControl,
 )
+from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.wake_guard import WakeGuard, WakePlan
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
@@ -69,7 +69,7 @@ class EnginePause:
     keeps_weights = True
     guarded = False
 
-    def __init__(self, vllm: VllmControl, proxy: ProxyControl, drain_s: float) -> None:
+    def __init__(self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float) -> None:
         self._vllm, self._proxy, self._drain_s = vllm, proxy, drain_s
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
@@ -104,7 +104,7 @@ class EngineSleep:
 
     def __init__(
         self,
-        vllm: VllmControl,
+        vllm: EngineGroup,
         proxy: ProxyControl,
         drain_s: float,
         *,

@@ -24,6 +24,7 @@ from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
+from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import (
@@ -34,6 +35,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
+from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
 
@@ -60,6 +62,7 @@ class PublishResult:
         return {
             "seconds": self.report.seconds if self.report else {},
             "bytes": self.report.bytes if self.report else None,
+            "carried": self.report.carried if self.report else None,
             "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
             "error": self.error,
         }
@@ -74,20 +77,24 @@ class WeightPublisher:
         self.allowed = settings.push.probe_tolerance or learner.precision
         self.pusher: WeightPusher | None = None
         key = settings.proxy.control_key or settings.proxy.admin_key
+        link = settings.vllm.adapter
         if is_rank_zero():
             self.pusher = stack.enter_context(
                 WeightPusher(
-                    settings.vllm.url,
+                    settings.engine_urls,
                     settings.url,
                     proxy_key=key.get_secret_value() if key else None,
                     version=NOTHING_SERVED,
-                    checkpoint=settings.model,
+                    checkpoint=zero_adapter(link)
+                    if (link := settings.vllm.adapter)
+                    else settings.model,
                     directory=choose_directory(settings.push.folder, self._pushed_bytes()),
                     drain_s=settings.push.drain_s,
                     timeout_s=settings.push.timeout_s,
                     sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
                     if settings.gpus.share
                     else None,
+                    adapter=lora.adapter_config(learner.model) if link else None,
                 )
             )
 
@@ -170,13 +177,21 @@ class WeightPublisher:
 
     def _pushed_bytes(self) -> int:
         """Of one version's files, about."""
-        itemsize = getattr(torch, self.settings.vllm.weights_dtype).itemsize
-        return int(itemsize * sum(p.numel() for p in self.learner.model.parameters()))
+        dtype: torch.dtype = getattr(torch, self.settings.vllm.weights_dtype)
+        only_adapter = self.settings.vllm.adapter is not None
+        return dtype.itemsize * sum(
+            parameter.numel()
+            for name, parameter in self.learner.model.named_parameters()
+            if lora.is_adapter_parameter(name) or not only_adapter
+        )
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the dtype that vLLM takes them in, one at a time; a collective to its
         end. Vectors (norms, biases) stay as they are: some are of float32 in vLLM too."""
         dtype = getattr(torch, self.settings.vllm.weights_dtype)
+        if self.settings.vllm.adapter:
+            yield from lora.adapter_tensors(self.learner.model, dtype)
+            return
         for name, tensor in full_tensors(self.learner.model):
             matrix = tensor.ndim >= 2 and tensor.is_floating_point()
             yield name, tensor.to(dtype) if matrix else tensor
@@ -187,7 +202,9 @@ class WeightPublisher:
         """Rank 0: the files, or why there are none. No more than a bucket of them is in memory."""
         here = ((name, tensor.cpu()) for name, tensor in gathered)
         try:
-            named = as_hf_tensors(self.learner.model, here)
+            # An adapter has the names of the layers in memory, in vLLM and in peft.
+            adapter = self.settings.vllm.adapter is not None
+            named = here if adapter else as_hf_tensors(self.learner.model, here)
             return self._rank_zeros.write(version, named)
         except PushError as error:
             return error
@@ -218,14 +235,18 @@ class _Probing:
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
-        samples = sample_probes(
-            settings.vllm.url,
-            self.prompts,
-            tokens=settings.push.probe_tokens,
-            model=settings.vllm.served_model_name,
-            key=engine_key.get_secret_value() if engine_key else None,
-            timeout=settings.push.timeout_s,
-        )
+        samples = [
+            sample
+            for url in settings.engine_urls
+            for sample in sample_probes(
+                url,
+                self.prompts,
+                tokens=settings.push.probe_tokens,
+                model=settings.vllm.served_model_name,
+                key=engine_key.get_secret_value() if engine_key else None,
+                timeout=settings.push.timeout_s,
+            )
+        ]
         self.shared = True
         _share(samples)
         trained = self.publisher.trained_logprobs(samples)

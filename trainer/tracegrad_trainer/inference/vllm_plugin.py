@@ -15,6 +15,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from tracegrad_trainer.config.vllm import (
+    ADAPTER_TRANSFER_BACKEND,
     DIE_WITH_PARENT_VARIABLE,
     FORK_ENGINE_VARIABLE,
     WEIGHT_TRANSFER_BACKEND,
@@ -23,7 +24,7 @@ from tracegrad_trainer.utils.subprocesses import die_with_parent
 
 
 def register() -> None:
-    """Registers the weight-transfer backend `tracegrad_shm`. Safe to call more than once."""
+    """Registers the weight-transfer backends `tracegrad_...`. Safe to call more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
@@ -32,6 +33,11 @@ def register() -> None:
         WEIGHT_TRANSFER_BACKEND,
         "tracegrad_trainer.inference.vllm_weight_transfer",
         "SafetensorsWeightTransferEngine",
+    )
+    WeightTransferEngineFactory.register_engine(
+        ADAPTER_TRANSFER_BACKEND,
+        "tracegrad_trainer.inference.vllm_adapter_transfer",
+        "AdapterTransferEngine",
     )
     if os.environ.get(DIE_WITH_PARENT_VARIABLE) == "1":
         _die_with_parent()

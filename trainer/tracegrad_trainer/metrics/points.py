@@ -37,9 +37,11 @@ def step_point(record: StepRecord) -> MetricPoint:
 def push_point(version: PolicyVersion) -> MetricPoint:
     """What the check of a push found: how far served and trained log-probabilities are apart."""
     gap = version.detail.get("gap") or {}
+    seconds = version.detail.get("seconds", {})
     found = {
         "failed": float(version.state == "failed"),
-        "seconds": sum(version.detail.get("seconds", {}).values()),
+        "seconds": sum(seconds.values()),
+        **{f"seconds/{stage}": took for stage, took in seconds.items()},
         "bytes": version.detail.get("bytes"),
         "gap_mean": gap.get("mean"),
         "gap_p50": gap.get("p50"),

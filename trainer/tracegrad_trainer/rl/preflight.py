@@ -10,7 +10,7 @@ import httpx
 from tracegrad.store import Store
 from tracegrad.store.read.rollouts import count_untrained
 from tracegrad.turn_tree import common_prefix
-from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.config.trainer import TrainerSettings, merged_reason
 from tracegrad_trainer.config.vllm import asked_quantization
 from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.distributed import (
@@ -136,6 +136,16 @@ def describe_precision(settings: TrainerSettings) -> str:
         f"precision: trains in {dtype} (weights and sums of gradients in float32), attention"
         f" {attention}; vLLM serves {settings.vllm.serving_dtype}; {corrected}"
     )
+
+
+def describe_lora_push(settings: TrainerSettings) -> str | None:
+    """What a push of adapters carries, and why; None: there are no adapters."""
+    if settings.fsdp.lora is None:
+        return None
+    reason = merged_reason(settings)
+    if reason is not None:
+        return f"pushes: the whole weights, adapters merged in ({reason})"
+    return "pushes: the adapter alone, which vLLM serves with the model"
 
 
 def check_served_tokenizer(settings: TrainerSettings) -> None:

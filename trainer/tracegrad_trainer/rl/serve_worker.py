@@ -68,6 +68,7 @@ class ServeWorker:
         probes = {
             "vLLM": (self.settings.vllm.url, "/health"),
             "the proxy": (self.settings.url, "/healthz"),
+            **{url: (url, "/health") for url in self.settings.push.engines},
         }
         while not self.stopping():
             missing = [name for name, probe in probes.items() if not is_responding(*probe)]

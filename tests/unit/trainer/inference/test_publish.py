@@ -35,7 +35,7 @@ class Gather:
 def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WeightPublisher]:
     monkeypatch.setattr(publish, "as_hf_tensors", lambda _, tensors: tensors)
     made = object.__new__(WeightPublisher)
-    vllm = SimpleNamespace(weights_dtype="bfloat16")
+    vllm = SimpleNamespace(weights_dtype="bfloat16", adapter=None)
     made.settings = SimpleNamespace(vllm=vllm)  # type: ignore[assignment]
     made.learner = SimpleNamespace(model=None)  # type: ignore[assignment]
     with WeightPusher("http://127.0.0.1:1", directory=tmp_path) as pusher:

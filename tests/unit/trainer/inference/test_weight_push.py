@@ -235,3 +235,78 @@ def test_a_dead_engine_is_one_line(peers: Peers, tmp_path: Path) -> None:
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint: no \*\.safetensors"):
         WeightPusher("http://127.0.0.1:1", checkpoint=tmp_path)
+
+
+@pytest.fixture
+def second() -> Iterator[Peers]:
+    peers = Peers()
+    yield peers
+    peers.server.shutdown()
+    peers.server.server_close()
+
+
+@pytest.fixture
+def both(peers: Peers, second: Peers, tmp_path: Path) -> Iterator[WeightPusher]:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    save_file({"w": torch.tensor([0.5])}, checkpoint / "model.safetensors")
+    urls = [peers.url, second.url]
+    with WeightPusher(urls, peers.url, checkpoint=checkpoint, directory=tmp_path) as pusher:
+        yield pusher
+
+
+def test_a_push_goes_to_all_engines(peers: Peers, second: Peers, both: WeightPusher) -> None:
+    both.push(1, weights(1.0))
+    assert second.paths == ["/pause", *LOAD, "/resume"]
+    assert [path for path in peers.paths if not path.startswith("/api/")] == second.paths
+    assert peers.paths.count("/api/push/version") == 1
+    assert peers.loaded == second.loaded == [1.0]
+
+
+def test_what_one_engine_refuses_is_taken_back_from_all(
+    peers: Peers, second: Peers, both: WeightPusher
+) -> None:
+    both.push(1, weights(1.0))
+    second.refuse = once("/update_weights")
+    with pytest.raises(PushError, match=f"version 1 still is: engine {second.url}: .*not today"):
+        both.push(2, weights(2.0))
+    assert peers.loaded == [1.0, 2.0, 1.0]
+    assert second.loaded == [1.0, 1.0]
+    assert both.version == 1
+    assert peers.paths[-1] == "/api/push/release"
+    assert second.paths[-1] == "/resume"
+    both.push(3, weights(3.0))
+    assert peers.loaded[-1] == second.loaded[-1] == 3.0
+
+
+def test_a_pause_that_one_engine_refuses_holds_none(
+    peers: Peers, second: Peers, both: WeightPusher
+) -> None:
+    second.refuse = once("/pause")
+    with pytest.raises(PushError, match=f"engine {second.url}"):
+        both.push(1, weights(1.0))
+    assert peers.paths[-3:] == ["/pause", "/resume", "/api/push/release"]
+    assert peers.loaded == second.loaded == []
+
+
+def test_where_one_engine_is_lost_the_others_serve_what_they_did(
+    peers: Peers, second: Peers, both: WeightPusher
+) -> None:
+    both.push(1, weights(1.0))
+
+    def gone(path: str, body: dict[str, Any]) -> bool:
+        if path == "/update_weights":
+            raise ConnectionError("the engine ends")
+        return False
+
+    second.refuse = gone
+    with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
+        both.push(2, weights(2.0))
+    assert peers.loaded == [1.0, 2.0, 1.0]
+    assert both.version == 1
+    assert peers.paths[-2:] == ["/resume", "/api/push/release"]
+
+
+def once(path: str) -> Refusal:
+    left = [path]
+    return lambda asked, body: asked in left and left.remove(asked) is None

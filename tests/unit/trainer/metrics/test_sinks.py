@@ -70,7 +70,16 @@ def test_a_push_is_written_with_its_gap() -> None:
     detail = {"seconds": {"send": 1.5, "pause": 0.5}, "gap": {"tokens": 8, "mean": 0.1, "max": 0.2}}
     served = push_point(PolicyVersion(4, 3, "serving", 7.0, detail))
     assert served == MetricPoint(
-        3, 7.0, {"push/failed": 0, "push/seconds": 2.0, "push/gap_mean": 0.1, "push/gap_max": 0.2}
+        3,
+        7.0,
+        {
+            "push/failed": 0,
+            "push/seconds": 2.0,
+            "push/seconds/send": 1.5,
+            "push/seconds/pause": 0.5,
+            "push/gap_mean": 0.1,
+            "push/gap_max": 0.2,
+        },
     )
     failed = push_point(PolicyVersion(4, None, "failed", 7.0, {"error": "x", "gap": None}))
     assert failed == MetricPoint(0, 7.0, {"push/failed": 1, "push/seconds": 0})

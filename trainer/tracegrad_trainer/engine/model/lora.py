@@ -186,6 +186,16 @@ def save_adapter(model: nn.Module, folder: Path | str, dtype: torch.dtype | None
             _config(model).save_pretrained(str(partial))
 
 
+def adapter_config(model: nn.Module) -> dict[str, Any]:
+    """What `save_adapter` writes beside the tensors, as JSON."""
+    config: dict[str, Any] = _config(model).to_dict()  # type: ignore[no-untyped-call]
+    # As peft's own `save_pretrained`: neither enums nor sets are JSON.
+    return {
+        name: sorted(value) if isinstance(value, set) else getattr(value, "value", value)
+        for name, value in config.items()
+    }
+
+
 def _config(model: nn.Module) -> LoraConfig:
     configs: Any = model.peft_config
     config: LoraConfig = copy.copy(configs[_ADAPTER])

@@ -1,0 +1,87 @@
+"""Several vLLM engines that serve one policy: each request of a push goes to all of them.
+
+The proxy has one gate and one policy version, whichever of its upstreams answers a call. So a push
+is served by all engines or by none: what one of them refuses is taken back from the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    MemoryTag,
+    PushError,
+    ServedWeights,
+    SleepLevel,
+    VllmControl,
+)
+
+
+class EngineGroup:
+    """As `VllmControl`, of one engine or more, side by side. An error names the engine."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+        if not urls:
+            raise ValueError("urls: a push needs an engine")
+        self._engines = {url: VllmControl(url, timeout_s) for url in urls}
+        self._lost: set[str] = set()
+        self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
+
+    def pause(self) -> None:
+        """All of them, or none."""
+        try:
+            self._each(lambda engine: engine.pause())
+        except PushError:
+            # An engine that was not paused takes this too.
+            with contextlib.suppress(PushError):
+                if len(self._engines) > 1:
+                    self._each(lambda engine: engine.resume())
+            raise
+
+    def resume(self) -> None:
+        self._each(lambda engine: engine.resume())
+
+    def sleep(self, level: SleepLevel) -> None:
+        self._each(lambda engine: engine.sleep(level))
+
+    def wake(self, tag: MemoryTag) -> None:
+        self._each(lambda engine: engine.wake(tag))
+
+    def load(self, served: ServedWeights) -> None:
+        """If it fails, none of them has weights that may be served."""
+        self._each(lambda engine: engine.load(served))
+
+    @property
+    def some_left(self) -> bool:
+        """Whether some engine answers, which are asked alone, after one that did not."""
+        return len(self._lost) < len(self._engines)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for engine in self._engines.values():
+            engine.close()
+
+    def _each(self, ask: Callable[[VllmControl], None]) -> None:
+        """Waits for all; then raises the worst of what went wrong."""
+        asked = {
+            url: self._threads.submit(ask, engine)
+            for url, engine in self._engines.items()
+            if url not in self._lost
+        }
+        failed: dict[str, PushError] = {}
+        for url, answer in asked.items():
+            try:
+                answer.result()
+            except PushError as error:
+                failed[url] = error
+        lost = {url for url, error in failed.items() if isinstance(error, EngineLostError)}
+        self._lost |= lost
+        if not failed:
+            return
+        if len(self._engines) == 1:
+            raise next(iter(failed.values()))
+        words = "; ".join(f"engine {url}: {error}" for url, error in failed.items())
+        raise (EngineLostError if lost else PushError)(words) from next(iter(failed.values()))
