@@ -90,8 +90,10 @@ def test_the_check_of_a_push_has_its_timeout(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(publish, "sample_probes", sample)
     made = object.__new__(WeightPublisher)
     push = SimpleNamespace(probe_tokens=4, timeout_s=7.0)
-    vllm = SimpleNamespace(api_key=None, url="http://127.0.0.1:1", served_model_name="policy")
-    made.settings = SimpleNamespace(vllm=vllm, push=push)  # type: ignore[assignment]
+    vllm = SimpleNamespace(api_key=None, served_model_name="policy")
+    made.settings = SimpleNamespace(  # type: ignore[assignment]
+        vllm=vllm, push=push, engine_urls=["http://127.0.0.1:1"]
+    )
     with pytest.raises(TimeoutError):
         publish._Probing(made, [[1]])()
     assert (asked["timeout"], asked["tokens"]) == (7.0, 4)
