@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -99,6 +100,23 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _of(Qwen3MoeConfig, head_dim=8, moe_intermediate_size=24, **_MOE),
     "olmoe": _of(OlmoeConfig, norm_topk_prob=False, **_MOE),
     "granite_moe": _of(GraniteMoeConfig, num_local_experts=6, num_experts_per_tok=2),
+    # Keys and queries wider than values (MLA), a dense layer before the experts, one that is shared.
+    "deepseek_v3": _of(
+        DeepseekV3Config,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=24,
+        n_shared_experts=1,
+    ),
     "gpt_oss": _of(
         GptOssConfig,
         head_dim=8,
