@@ -100,7 +100,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3_moe": _of(Qwen3MoeConfig, head_dim=8, moe_intermediate_size=24, **_MOE),
     "olmoe": _of(OlmoeConfig, norm_topk_prob=False, **_MOE),
     "granite_moe": _of(GraniteMoeConfig, num_local_experts=6, num_experts_per_tok=2),
-    # Keys and queries wider than values (MLA), a dense layer before the experts, one that is shared.
+    # Keys wider than values (MLA), a dense layer before the experts, and one expert for all.
     "deepseek_v3": _of(
         DeepseekV3Config,
         num_key_value_heads=4,

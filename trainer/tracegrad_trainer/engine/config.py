@@ -209,6 +209,11 @@ class OptimSettings(BaseModel):
         " that share of one: learning rate and moments; false: always a whole step",
     )
 
+    @property
+    def moment_bytes(self) -> int:
+        """Of both moments of a parameter."""
+        return 4 if self.moments == "bfloat16" else 8
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):

@@ -60,7 +60,14 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
         placed = fsdp.model_copy(update={"device": kind})
         reference = settings.needs_reference_model
         return {
-            n: _rank_memory(model, placed, ranks=n, tokens=tokens, reference=reference)
+            n: _rank_memory(
+                model,
+                placed,
+                ranks=n,
+                tokens=tokens,
+                reference=reference,
+                moment_bytes=settings.optim.moment_bytes,
+            )
             for n in range(1, most + 1)
         }
 
@@ -115,14 +122,14 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
 
 
 def _rank_memory(
-    model: nn.Module, fsdp: FsdpSettings, *, ranks: int, tokens: int, reference: bool
+    model: nn.Module, fsdp: FsdpSettings, *, ranks: int, tokens: int, **more: Any
 ) -> RankMemory:
-    found = estimate_memory(model, fsdp, ranks=ranks, tokens=tokens, reference=reference)
+    found = estimate_memory(model, fsdp, ranks=ranks, tokens=tokens, **more)
     return RankMemory(
         state=found.state,
         gathered=found.whole,
         activations=found.activations + found.scores,
-        host=max(found.loading, found.copied),
+        host=max(found.loading, found.copied) + found.waiting,
         gradients=found.gradients,
         offloaded=found.offloaded,
     )

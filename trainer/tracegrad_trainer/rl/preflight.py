@@ -75,6 +75,7 @@ def check_memory(
         vocabulary=vocabulary,
         free=free,
         reference=settings.needs_reference_model,
+        moment_bytes=settings.optim.moment_bytes,
     )
 
 

@@ -139,6 +139,7 @@ class MemoryEstimate:
     loading: int
     copied: int
     offloaded: bool
+    waiting: int = 0  # activations that wait in the host's memory
 
     @property
     def on_device(self) -> int:
@@ -147,7 +148,8 @@ class MemoryEstimate:
     @property
     def on_host(self) -> int:
         """Beside a GPU; without one all of `on_device` is there too."""
-        return max(self.loading, self.copied) + (self.state if self.offloaded else 0)
+        state = self.state if self.offloaded else 0
+        return max(self.loading, self.copied) + state + self.waiting
 
     def __str__(self) -> str:
         return (
@@ -162,6 +164,7 @@ class MemoryEstimate:
         return (
             f"a rank: {state if self.offloaded else ''}a checkpoint's copy {_gib(self.copied)},"
             f" loading {_gib(self.loading)}"
+            + (f", offloaded activations {_gib(self.waiting)}" if self.waiting else "")
         )
 
 
@@ -176,6 +179,7 @@ def check_fits_memory(
     free: int | None = None,
     free_host: int | None = None,
     reference: bool = False,
+    moment_bytes: int = 8,
 ) -> MemoryEstimate:
     """Whether a model can be trained here; reads its config, and the headers of its files.
 
@@ -202,7 +206,14 @@ def check_fits_memory(
         HfWeights(Path(folder), model)
     if settings.routing != "own":
         router_replay.check_replay(model, settings.routing)
-    found = estimate_memory(model, settings, ranks=ranks, tokens=tokens, reference=reference)
+    found = estimate_memory(
+        model,
+        settings,
+        ranks=ranks,
+        tokens=tokens,
+        reference=reference,
+        moment_bytes=moment_bytes,
+    )
     device = "cpu" if settings.device == "cpu" or not torch.cuda.is_available() else "cuda"
     if free is None:
         free = free_gpu_memory() if device == "cuda" else free_host_memory() // local_ranks
@@ -250,9 +261,16 @@ def meta_model(folder: Path | str, attention: str | None = None) -> nn.Module:
 
 
 def estimate_memory(
-    model: nn.Module, settings: FsdpSettings, *, ranks: int, tokens: int, reference: bool = False
+    model: nn.Module,
+    settings: FsdpSettings,
+    *,
+    ranks: int,
+    tokens: int,
+    reference: bool = False,
+    moment_bytes: int = 8,
 ) -> MemoryEstimate:
-    """What one rank will hold, from the shapes alone; `model` may be on the meta device."""
+    """What one rank will hold, from the shapes alone; `model` may be on the meta device.
+    `moment_bytes`: of both moments of a parameter."""
     ranks = max(1, ranks // settings.replicas)  # that share one copy
     blocks = transformer_blocks(model)
     count = sum(p.numel() for p in model.parameters())
@@ -262,7 +280,7 @@ def estimate_memory(
     computed = compute_dtype(settings).itemsize
     kept = frozen_dtype(settings).itemsize
     frozen = (0 if settings.lora is None else count) + (count if reference else 0)
-    state = (kept * frozen + 16 * trained) // ranks
+    state = (kept * frozen + (8 + moment_bytes) * trained) // ranks  # weights and gradients too
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     root = count - sum(p.numel() for block in blocks for p in block.parameters())
     # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
@@ -273,16 +291,18 @@ def estimate_memory(
     whole = 0 if there else gathered * computed
     if not settings.reshard:
         whole += 4 * trained
+    activations, waiting = _activations(model.config, settings, tokens)
     return MemoryEstimate(
         parameters=count,
         state=state,
         gradients=4 * trained // ranks,
         whole=whole,
-        activations=_activations(model.config, settings, tokens),
+        activations=activations,
         scores=_attention_scores(model.config, settings, tokens),
         loading=loading_bytes(model, ranks),
-        copied=12 * trained // ranks,  # weights and two moments
+        copied=(4 + moment_bytes) * trained // ranks,
         offloaded=settings.cpu_offload,
+        waiting=waiting,
     )
 
 
@@ -299,18 +319,21 @@ def loading_bytes(model: nn.Module, ranks: int) -> int:
     return 2 * 4 * max(p.numel() for p in model.parameters()) // ranks
 
 
-def _activations(config: Any, settings: FsdpSettings, tokens: int) -> int:
-    """Bytes that the blocks keep for backward."""
+def _activations(config: Any, settings: FsdpSettings, tokens: int) -> tuple[int, int]:
+    """Bytes that the blocks keep for backward: on the device, and in the host's memory."""
     layers = layer_configs(config)
     each = [_kept(layer) for layer in layers]
     inputs = sum(layer.hidden_size for layer in layers)
+    values, waiting = sum(each), 0
+    if settings.gradient_checkpointing:
+        values = inputs + max(each)
+    if settings.gradient_checkpointing == "selective":
+        values += sum(each) // 3
     if settings.activation_offloading:
-        values = 2 * max(each)  # of the block that is computed, and of the one on its way
-    elif settings.gradient_checkpointing == "selective":
-        values = inputs + max(each) + sum(each) // 3
-    else:
-        values = inputs + max(each) if settings.gradient_checkpointing else sum(each)
-    return tokens * values * compute_dtype(settings).itemsize
+        # On the device of the block that is computed, and of the one on its way.
+        values, waiting = 2 * max(each), values
+    token = tokens * compute_dtype(settings).itemsize
+    return token * values, token * waiting
 
 
 def _attention_scores(config: Any, settings: FsdpSettings, tokens: int) -> int:

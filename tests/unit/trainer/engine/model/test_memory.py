@@ -14,7 +14,7 @@ from transformers import Qwen3Config
 from support.trainer.row_samples import VOCABULARY, rows, tiny_model
 from support.trainer.tiny_models import logprobs, make
 from tracegrad_trainer.batches import micro_batch
-from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
+from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.parallelize import build_model
@@ -310,3 +310,29 @@ def test_copies_of_the_model_are_shared_by_fewer_ranks(large: Path) -> None:
         ).state
 
     assert state(8, 2) == state(4, 1) == 2 * state(8, 1)
+
+
+def test_moments_in_bfloat16_take_half(large: Path) -> None:
+    model = memory.meta_model(large)
+    one, other = (
+        memory.estimate_memory(model, CPU, ranks=2, tokens=1000, moment_bytes=each)
+        for each in (OptimSettings().moment_bytes, OptimSettings(moments="bfloat16").moment_bytes)
+    )
+    count = one.parameters
+    assert (one.state, other.state) == (16 * count // 2, 12 * count // 2)
+    assert (one.copied, other.copied) == (12 * count // 2, 8 * count // 2)
+
+
+def test_offloaded_activations_wait_in_the_hosts_memory(large: Path) -> None:
+    model = memory.meta_model(large)
+    kept, moved = (
+        memory.estimate_memory(
+            model, FsdpSettings(device="cpu", activation_offloading=each), ranks=1, tokens=1000
+        )
+        for each in (False, True)
+    )
+    assert kept.waiting == 0
+    assert moved.waiting == kept.activations
+    assert moved.on_host == kept.on_host + kept.activations
+    assert "offloaded activations" in moved.of_host
+    assert "offloaded activations" not in kept.of_host
