@@ -16,8 +16,9 @@ import numpy as np
 from tracegrad_trainer.batches.micro_batch import MicroBatch, StepCounts, micro_batch
 from tracegrad_trainer.batches.rows import Row
 
-# Where attention costs as much as everything else: a row of this many tokens counts double.
-_QUADRATIC_TOKENS = 8192
+# Where attention costs as much as everything else, in models of 0.6B: a row of this many tokens
+# counts double. What is known of a model is better.
+ATTENTION_PARITY = 8192.0
 # Exchanges between ranks after the first shares: a few dozen bring all the gain there is.
 _EXCHANGES = 64
 
@@ -47,13 +48,19 @@ def mini_batches(rows: Sequence[Row], parts: int, *, seed: str) -> list[list[int
     return [sorted(numbers) for numbers in found if numbers] or [[]]
 
 
-def row_cost(tokens: int) -> float:
-    """Relative time of a row: linear layers, and attention that grows with its square."""
-    return tokens + tokens * tokens / _QUADRATIC_TOKENS
+def row_cost(tokens: int, parity: float = ATTENTION_PARITY) -> float:
+    """Relative time of a row: linear layers, and attention that grows with its square; they cost
+    the same at `parity` tokens."""
+    return tokens + tokens * tokens / parity
 
 
 def plan_packing(
-    lengths: Sequence[int], *, ranks: int, budget: int, pairs: Sequence[int] = ()
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    budget: int,
+    pairs: Sequence[int] = (),
+    parity: float = ATTENTION_PARITY,
 ) -> list[list[list[int]]]:
     """Share rows out: [rank][micro-batch] -> row numbers; equally many micro-batches a rank.
 
@@ -72,7 +79,7 @@ def plan_packing(
     """
     bundles = _bundles(len(lengths), pairs)
     tokens = [sum(lengths[i] for i in bundle) for bundle in bundles]
-    costs = [sum(row_cost(lengths[i]) for i in bundle) for bundle in bundles]
+    costs = [sum(row_cost(lengths[i], parity) for i in bundle) for bundle in bundles]
     for bundle, size in zip(bundles, tokens, strict=True):
         if size > budget:
             raise ValueError(_too_long(len(bundle), size, budget))
@@ -167,9 +174,15 @@ def _first_fit(share: Sequence[int], tokens: Sequence[int], budget: int) -> list
 
 
 def pack(
-    rows: Sequence[Row], *, ranks: int, budget: int, keys: Sequence[int] | None = None
+    rows: Sequence[Row],
+    *,
+    ranks: int,
+    budget: int,
+    keys: Sequence[int] | None = None,
+    parity: float = ATTENTION_PARITY,
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank, [rank][micro-batch]; `keys` default to the row numbers.
+    """Micro-batches of every rank, [rank][micro-batch]; `keys` default to the row numbers. `parity`
+    as in `row_cost`.
 
     Raises:
         ValueError: a row, or the rows of a preference pair together, exceed the budget.
@@ -177,7 +190,11 @@ def pack(
     keys = range(len(rows)) if keys is None else keys
     counts = StepCounts.of(rows)
     shares = plan_packing(
-        [len(row) for row in rows], ranks=ranks, budget=budget, pairs=[row.pair for row in rows]
+        [len(row) for row in rows],
+        ranks=ranks,
+        budget=budget,
+        pairs=[row.pair for row in rows],
+        parity=parity,
     )
     return [
         [micro_batch([rows[i] for i in bin_], [keys[i] for i in bin_], counts) for bin_ in bins]
@@ -185,7 +202,9 @@ def pack(
     ]
 
 
-def packing_stats(shares: Sequence[Sequence[MicroBatch]], *, budget: int) -> dict[str, float]:
+def packing_stats(
+    shares: Sequence[Sequence[MicroBatch]], *, budget: int, parity: float = ATTENTION_PARITY
+) -> dict[str, float]:
     """How well `pack` did, for the step's metrics.
 
     `micro_batches` are those of one rank; `pack_fill` is the share of their token budgets that
@@ -197,7 +216,7 @@ def packing_stats(shares: Sequence[Sequence[MicroBatch]], *, budget: int) -> dic
     for at_once in zip(*shares, strict=True):
         lengths = [batch.row_lengths[batch.row_keys >= 0] for batch in at_once]
         tokens += sum(int(each.sum()) for each in lengths)
-        costs = [sum(map(row_cost, each.tolist())) for each in lengths]
+        costs = [sum(row_cost(n, parity) for n in each.tolist()) for each in lengths]
         busy += float(np.mean(costs))
         taken += max(costs)
     space = sum(len(bins) for bins in shares) * budget

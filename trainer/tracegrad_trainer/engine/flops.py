@@ -43,6 +43,13 @@ def attention_operations(model: nn.Module) -> float:
     return 4.0 * sum(heads * width for (heads, width), window in each if window is None)
 
 
+def attention_parity(model: nn.Module) -> float:
+    """Tokens of a row whose attention costs as much as all else; where no layer sees more than a
+    window, more than any row has."""
+    attended = attention_operations(model)
+    return 2 * operations_per_token(model) / (3 * attended) if attended else 1e12
+
+
 def _weights(model: Any) -> tuple[float, float]:
     """Operations a token of all matrices but the head, and of the head."""
     used = experts_per_token(model.config.get_text_config())  # unknown: all

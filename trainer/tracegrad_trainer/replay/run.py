@@ -110,7 +110,9 @@ def _make_checkpoint(
 def _learner(recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh) -> Learner:
     """With the weights of the recorded checkpoint, or the model folder's."""
     seed_all(settings.seed + dist.get_rank())  # as a trainer that starts
-    learner = build_learner(settings, mesh, adamw=recorded.batch.adamw)
+    learner = build_learner(
+        settings, mesh, adamw=recorded.batch.adamw, parity=recorded.batch.parity
+    )
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
     return learner

@@ -28,6 +28,7 @@ def build_learner(
     optim: OptimSettings | None = None,
     *,
     adamw: AdamwImplementation = ADAMW,
+    parity: float | None = None,
 ) -> Learner:
     """On all ranks; as it is before its first step. `optim` instead of the settings' own.
 
@@ -51,6 +52,7 @@ def build_learner(
         context=context,
         reference=reference,
         adamw=adamw,
+        parity=parity,
         serving=precision_of(settings.vllm.serving_dtype),
     )
 

@@ -28,6 +28,7 @@ from tracegrad.store import (
     lease_by_rollout,
 )
 from tracegrad_trainer.batches import TrainingSelection, select
+from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import run_id
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
@@ -255,9 +256,10 @@ class Coordinator:
         metrics: Json,
         dropped_rows: Collection[int],
         weights: int,
+        parity: float = ATTENTION_PARITY,
     ) -> StepCommit:
         """The step as the ledger is to have it, less what is known of its checkpoint later.
-        `weights`: of which step it began with."""
+        `weights`: of which step it began with. `parity`: as its rows were packed."""
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
         inputs = StepInputs.of(
             batch.groups,
@@ -268,6 +270,7 @@ class Coordinator:
             memory_before=batch.memory_before,
             dropped_rows=sorted(dropped_rows),
             weights=weights,
+            parity=parity,
         )
         made = StepRecord(
             step=step,

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tracegrad.store import Group
+from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 
 
@@ -45,6 +46,7 @@ class StepInputs(BaseModel):
     weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
     torch: str | None = None  # version: another one may round otherwise
     adamw: AdamwImplementation = "foreach"  # as of all steps that do not say it
+    parity: float = ATTENTION_PARITY  # by which rows were packed; likewise
 
     @classmethod
     def of(cls, groups: Sequence[Group], **others: Any) -> StepInputs:

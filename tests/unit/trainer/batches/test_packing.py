@@ -236,3 +236,19 @@ def test_the_seed_decides_which() -> None:
 
 def test_no_rows_are_one_part() -> None:
     assert mini_batches([], 3, seed="a") == [[]]
+
+
+def test_rows_are_shared_out_by_what_they_cost_in_the_model() -> None:
+    """A row of 100 tokens against four of 25: as long, and of more attention."""
+    lengths = [100, 25, 25, 25, 25]
+    (one, two) = plan_packing(lengths, ranks=2, budget=200, parity=1e12)
+    assert sorted(sorted(i for bin_ in bins for i in bin_) for bins in (one, two)) == [
+        [0],
+        [1, 2, 3, 4],
+    ]
+    assert row_cost(100, 1e12) == pytest.approx(100)
+    assert row_cost(100, 100) == 200
+    made = rows(6)
+    shares = pack(made, ranks=2, budget=100)
+    plain, steep = (packing_stats(shares, budget=100, parity=each) for each in (1e12, 1.0))
+    assert plain["pack_balance"] != steep["pack_balance"]

@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4TextConfig, GPT2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma4TextConfig,
+    GPT2Config,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from support.trainer.row_samples import rows
 from support.trainer.tiny_model import tiny_sizes
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.flops import flops
+from tracegrad_trainer.engine.flops import attention_parity, flops
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import experts_per_token
 from tracegrad_trainer.engine.peak_flops import peak_flops
@@ -111,3 +117,25 @@ def test_nothing_is_said_of_what_a_maker_does_not_say(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     assert peak_flops(CUDA, torch.float32) is None
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
+
+
+def test_attention_costs_as_much_as_all_else_in_longer_rows_of_larger_models() -> None:
+    def parity(hidden: int, inner: int, layers: int, heads: int) -> float:
+        config = Qwen3Config(
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=151_936,
+        )
+        with torch.device("meta"):
+            return attention_parity(AutoModelForCausalLM.from_config(config))
+
+    # Half of a row is seen by a token: 12 N tokens against 12 layers x width x tokens / 2 x tokens.
+    assert parity(1024, 3072, 28, 16) == pytest.approx(2 * 596e6 / (2 * 28 * 2048), rel=0.01)
+    assert 45_000 < parity(4096, 12_288, 36, 32) < 60_000
+    with torch.device("meta"):
+        windows = MistralConfig(**tiny_sizes(61), sliding_window=8)
+        assert attention_parity(AutoModelForCausalLM.from_config(windows)) == 1e12

@@ -16,6 +16,7 @@ from rich.console import Console
 from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
+from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli.replay import show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings, without_unused
 from tracegrad_trainer.engine.config import AdamwImplementation
@@ -81,27 +82,29 @@ def test_every_number_is_reproduced_and_nothing_is_written(run: Run) -> None:
     assert contents(run) == before
 
 
-def test_a_step_is_replayed_by_the_adamw_that_it_was_taken_with(
+def test_a_step_is_replayed_by_the_adamw_and_the_packing_that_it_was_taken_with(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps recorded before there was a choice do not say it."""
-    asked: list[str] = []
+    asked: list[tuple[str, float]] = []
     make, load = replay_run.build_learner, replay_module.load_recorded_step
 
-    def spy(*args: Any, adamw: AdamwImplementation) -> Any:
-        asked.append(adamw)
-        return make(*args, adamw=adamw)
+    def spy(*args: Any, adamw: AdamwImplementation, parity: float) -> Any:
+        asked.append((adamw, parity))
+        return make(*args, adamw=adamw, parity=parity)
 
     def without(*args: Any, **kwargs: Any) -> RecordedStep:
         found = load(*args, **kwargs)
-        kept = found.batch.model_dump(exclude={"adamw"})
+        kept = found.batch.model_dump(exclude={"adamw", "parity"})
         return replace(found, batch=StepInputs.model_validate(kept))
 
     monkeypatch.setattr(replay_run, "build_learner", spy)
     assert run.replay(step=3).equal
     monkeypatch.setattr(replay_module, "load_recorded_step", without)
     run.replay(step=3)
-    assert asked == ["fused", "foreach"]
+    (now, own), (before, usual) = asked
+    assert (now, before) == ("fused", "foreach")
+    assert usual == ATTENTION_PARITY != own, "that of the model, which is much smaller"
 
 
 def test_weights_that_were_frozen_in_float32_are_so_again(run: Run) -> None:

@@ -18,7 +18,7 @@ from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.distributed import compute_device
-from tracegrad_trainer.engine.flops import flops
+from tracegrad_trainer.engine.flops import attention_parity, flops
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext, forward
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
@@ -58,12 +58,14 @@ class Learner:
         reference: nn.Module | None = None,
         head_elements: int | None = None,
         adamw: AdamwImplementation = ADAMW,
+        parity: float | None = None,
         serving: Precision = "float32",
     ) -> None:
         """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. With a `context` its
         groups of ranks get the same micro-batches. `reference` is frozen and sharded too
         (`build_reference`); adapters need none. `adamw` other than the default is for steps that
-        were taken with it. `serving`: the engine's that samples.
+        were taken with it, and so `parity`, of packing (default: the model's own). `serving`: the
+        engine's that samples.
 
         Raises:
             ValueError: the objective needs a reference or a value head that is not there.
@@ -91,6 +93,7 @@ class Learner:
             self.device,
             reference_of(model, head, reference, self.device) if needs_reference else None,
             context,
+            attention_parity(model) if parity is None else parity,
         )
         # What rounding may put between the log-probabilities of the two engines.
         self.precision = coarser(_precision(head.dtype), serving)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.model.forward import LmHead, ModelInputs, to_inputs
 from tracegrad_trainer.engine.model.reference import ReferencePolicy
@@ -29,6 +30,7 @@ class RankContext:
     device: torch.device
     reference: ReferencePolicy | None = None
     context: ContextParallel | None = None
+    attention_parity: float = ATTENTION_PARITY  # as rows are packed by
 
     @property
     def data(self) -> dist.ProcessGroup:

@@ -74,12 +74,16 @@ def _deal(
     if dist.get_rank() == 0:
         assert rows is not None
         assert parts is not None
+        parity = engine.attention_parity
         ranks, alike = engine.data.size(), dist.get_world_size() // engine.data.size()
         packed = [
-            pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part) for part in parts
+            pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part, parity=parity)
+            for part in parts
         ]
         by_rank = list(zip(*packed, strict=True))
-        stats = packing_stats([[*chain(*of_parts)] for of_parts in by_rank], budget=budget)
+        stats = packing_stats(
+            [[*chain(*of_parts)] for of_parts in by_rank], budget=budget, parity=parity
+        )
         # Neighbours share micro-batches (`ContextParallel`).
         shares = [(list(of_parts), stats) for of_parts in by_rank for _ in range(alike)]
     received: list[Any] = [None]
