@@ -106,13 +106,15 @@ def assumed(hardware: Hardware) -> str:
         "between GPUs of a node": hardware.link,
         "a GPU to other nodes": hardware.network,
         "a GPU to pinned memory": hardware.bus,
-        "shared memory, a node": hardware.shared_memory,
+        "to other memory": hardware.pageable,
+        "shared memory, one process": hardware.shared_memory,
         "disk, a node": hardware.disk,
     }
-    said = ", ".join(f"{name} {value / 1e9:.0f} GB/s" for name, value in speeds.items())
+    said = ", ".join(f"{name} {value / 1e9:.3g} GB/s" for name, value in speeds.items())
     return (
-        f"Assumed: {hardware.name}; {hardware.peak / 1e12:.0f} TFLOP/s in bfloat16, of which"
-        f" {hardware.utilization:.0%} are reached; {said}. None of it was measured on a GPU by us."
+        f"Assumed (sources: `bench/cost/model.py`): {hardware.name};"
+        f" {hardware.peak / 1e12:.0f} TFLOP/s in bfloat16, of which {hardware.utilization:.0%} are"
+        f" reached, recomputed blocks counted; {said}. None of it was measured on a GPU by us."
     )
 
 

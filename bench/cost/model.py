@@ -25,7 +25,8 @@ MOMENTS = 8  # AdamW's two
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Bytes or operations a second. `link` is between GPUs of a node, `network` of one GPU to other
-    nodes, `bus` from a GPU to the host's pinned memory; `shared_memory` and `disk` are a node's."""
+    nodes, `bus` between a GPU and the host's pinned memory, `pageable` its other memory;
+    `shared_memory` is what one process writes, `disk` a node's."""
 
     name: str
     peak: float
@@ -35,21 +36,32 @@ class Hardware:
     link: float
     network: float
     bus: float
+    pageable: float
     shared_memory: float
     disk: float
+
+    def collective(self, gpus: int) -> float:
+        """Of a gather or a reduction over so many GPUs, each one's part left out. Between nodes all
+        GPUs of a node carry one and the same data, each a share of it (NCCL's rings; nccl-tests,
+        PERFORMANCE.md, names this the bus bandwidth)."""
+        if gpus <= self.gpus_per_node:
+            return self.link
+        return min(self.link, self.gpus_per_node * self.network)
 
 
 H100 = Hardware(
     name="H100 80 GB, 8 a node",
-    peak=989e12,
-    utilization=0.4,
-    memory=80 << 30,
+    peak=989e12,  # data sheet, dense bfloat16
+    utilization=0.4,  # the goal of issue 12, recomputed operations counted; not reached yet
+    memory=79 << 30,  # nvidia-smi: 81,559 MiB, of which a CUDA context takes some hundred
     gpus_per_node=8,
-    link=450e9 * 0.7,
-    network=50e9 * 0.7,
-    bus=50e9,
-    shared_memory=8e9,
-    disk=5e9,
+    link=450e9 * 0.7,  # NVLink 4, one way; what collectives usually reach of it
+    network=50e9 * 0.7,  # 400 Gb/s a GPU
+    bus=50e9,  # PCIe 5 x16: 63 by the standard
+    pageable=6e9,  # one core copies to and from the driver's own buffers
+    # Seen with `WeightFiles` on a Xeon, one core: 2.0 to 2.2 to write, and 6 to look for NaN first.
+    shared_memory=1.6e9,
+    disk=5e9,  # one NVMe drive
 )
 
 
@@ -63,7 +75,6 @@ class Shapes:
     token: float  # operations of a token, forward and backward, without attention
     attended: float  # operations of a token for each that it attends to
     served: int  # bytes
-    tied: int  # weights that have two names: a checkpoint has them under both
 
     @classmethod
     def of(cls, model: nn.Module) -> Shapes:
@@ -77,7 +88,6 @@ class Shapes:
             token=operations_per_token(model),
             attended=3 * attention_operations(model),
             served=SERVED * count,
-            tied=sum(p.numel() for _, p in model.named_parameters(remove_duplicate=False)) - count,
         )
 
     def row(self, tokens: float) -> float:
@@ -110,8 +120,7 @@ def step_cost(
     compute = operations / (hardware.peak * hardware.utilization)
     share = (gpus - 1) / gpus
     moved = (2 * SERVED + MASTER) * shapes.parameters * share
-    width = hardware.link if gpus <= hardware.gpus_per_node else hardware.network
-    gather = moved / width
+    gather = moved / hardware.collective(gpus)
     return StepCost(
         compute=compute,
         gather=gather,
@@ -140,18 +149,17 @@ def push_seconds(shapes: Shapes, hardware: Hardware, *, gpus: int) -> dict[str, 
     """By stage, of files in shared memory: rank 0 gathers every tensor and writes it, the engine
     reads it and copies it to its GPU."""
     share = (gpus - 1) / gpus
-    width = hardware.link if gpus <= hardware.gpus_per_node else hardware.network
     return {
-        "gather": shapes.served * share / width,
-        "to host": shapes.served / hardware.bus,
+        "gather": shapes.served * share / hardware.collective(gpus),
+        "to host": shapes.served / hardware.pageable,
         "write": shapes.served / hardware.shared_memory,
-        "load": shapes.served / hardware.bus,
+        "load": shapes.served / hardware.pageable,  # files are mapped: not pinned either
     }
 
 
 def checkpoint_bytes(shapes: Shapes) -> int:
     """Weights and two moments in float32."""
-    return (MASTER + MOMENTS) * shapes.parameters + MASTER * shapes.tied
+    return (MASTER + MOMENTS) * shapes.parameters
 
 
 def checkpoint_seconds(shapes: Shapes, hardware: Hardware, *, gpus: int) -> dict[str, float]:

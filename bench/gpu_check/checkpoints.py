@@ -71,10 +71,8 @@ def check_export(machine: Machine) -> Finding:
         model: Any = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
         model.to(machine.device)
         theirs: list[torch.Tensor] = []
-        by_key = sorted(zip(batches[0].row_keys.tolist(), range(len(made)), strict=True))
-        each = {key: at for at, (key, _) in enumerate(by_key)}
-        for key in batches[0].row_keys.tolist():
-            ids = torch.from_numpy(made[each[key]].input_ids).long().to(machine.device)
+        for row in batches[0].row_keys.tolist():  # in the batch's order
+            ids = torch.from_numpy(made[row].input_ids).long().to(machine.device)
             with torch.no_grad():
                 logp = model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1)
             theirs.append(logp.gather(-1, ids[1:, None])[:, 0].cpu())

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu_check.check import Finding, Machine, judged
+from bench.pages import ROOT
 from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.launch.torchrun import torchrun_command
@@ -28,7 +29,9 @@ def check(machine: Machine) -> Finding:
     command = torchrun_command(
         ranks, "bench.gpu_check.collectives", machine.fsdp_device, size, str(out)
     )
-    child = ChildProcess("collectives", command, log=machine.folder / "ranks.log")
+    child = ChildProcess(
+        "collectives", command, log=machine.folder / "ranks.log", env={"PYTHONPATH": str(ROOT)}
+    )
     child.start()
     try:
         child.wait_until_ready(out.exists, timeout_s=120)
@@ -53,18 +56,21 @@ def main(arguments: Sequence[str]) -> int:
     part = torch.empty(count // ranks, device=here)
     total = ranks * (ranks + 1) / 2
     by_rank = torch.arange(1, ranks + 1, device=here).float()
-    tried: dict[str, Callable[[], float]] = {
-        "all_reduce": lambda: _off(_reduced(ours.clone()), total),
-        "all_gather": lambda: _gathered(ours, every, by_rank),
-        "reduce_scatter": lambda: _scattered(ours, part, total),
-        "all_to_all": lambda: _exchanged(ours, by_rank),
+    rows = by_rank[:, None]
+    tried: dict[str, tuple[Callable[[], torch.Tensor], torch.Tensor | float]] = {
+        "all_reduce": (lambda: _reduced(ours.clone()), total),
+        "all_gather": (lambda: _gathered(ours, every).view(ranks, -1), rows),
+        "reduce_scatter": (lambda: _scattered(ours, part), total),
+        "all_to_all": (lambda: _exchanged(ours).view(ranks, -1), rows),
     }
     found = {}
-    for name, work in tried.items():
-        off = work()
+    for name, (work, wanted) in tried.items():
+        off = float((work() - wanted).abs().max())
+        _wait(here)
         dist.barrier()
         began = time.perf_counter()
         work()
+        _wait(here)
         found[name] = [off, count * 4 / (time.perf_counter() - began) / 1e9]
     objects = [None] * ranks
     dist.all_gather_object(objects, rank)
@@ -77,8 +83,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _off(found: torch.Tensor, wanted: torch.Tensor | float) -> float:
-    return float((found - wanted).abs().max())
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _reduced(x: torch.Tensor) -> torch.Tensor:
@@ -86,20 +93,20 @@ def _reduced(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _gathered(x: torch.Tensor, every: torch.Tensor, by_rank: torch.Tensor) -> float:
+def _gathered(x: torch.Tensor, every: torch.Tensor) -> torch.Tensor:
     dist.all_gather_into_tensor(every, x)
-    return _off(every.view(len(by_rank), -1), by_rank[:, None])
+    return every
 
 
-def _scattered(x: torch.Tensor, part: torch.Tensor, total: float) -> float:
+def _scattered(x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     dist.reduce_scatter_tensor(part, x)
-    return _off(part, total)
+    return part
 
 
-def _exchanged(x: torch.Tensor, by_rank: torch.Tensor) -> float:
+def _exchanged(x: torch.Tensor) -> torch.Tensor:
     other = torch.empty_like(x)
     dist.all_to_all_single(other, x)
-    return _off(other.view(len(by_rank), -1), by_rank[:, None])
+    return other
 
 
 if __name__ == "__main__":

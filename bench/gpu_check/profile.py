@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu_check.check import Finding, Machine
@@ -34,7 +36,7 @@ def check(machine: Machine) -> Finding:
             seconds = time.perf_counter() - began
     finally:
         destroy_process_group()
-    events: Any = seen.key_averages()
+    events = _at_work(seen.key_averages(), on_gpu=machine.is_gpu)
 
     def own(event: Any) -> float:
         micros = event.self_device_time_total if machine.is_gpu else event.self_cpu_time_total
@@ -54,3 +56,15 @@ def check(machine: Machine) -> Finding:
         header=("kernel", "calls", "s", "of the step"),
         rows=rows,
     )
+
+
+def _at_work(events: Iterable[Any], *, on_gpu: bool) -> list[Any]:
+    """Those whose own times add up. On a GPU the kernels alone: the operators that started them
+    have the same time once more, and so have the ranges that somebody named."""
+    if not on_gpu:
+        return list(events)
+    return [
+        event
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    ]

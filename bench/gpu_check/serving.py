@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,8 +111,17 @@ def _row(step: StepRecord) -> list[str]:
 def check_precision(machine: Machine) -> Finding:
     if find_spec("vllm") is None:
         return NO_VLLM
-    rows = measured_gaps(list(SERVED) if not machine.tiny else ["float32"])
-    verdicts = {row[1]: row[-1] for row in rows if row[-1]}
-    right = verdicts.get("right") == "within" and verdicts.get("first block stale") == "refused"
-    started = sum(bool(row[-1]) for row in rows) // 3
-    return judged(right, f"{started} dtypes served", HEADER, rows)
+    asked = list(SERVED) if not machine.tiny else ["float32"]
+    return judge_precision(asked, measured_gaps(asked))
+
+
+def judge_precision(asked: Sequence[str], rows: list[list[str]]) -> Finding:
+    """Right: each dtype that was asked for serves, every right push is within its bounds, and the
+    stale one is refused."""
+    wrong = []
+    for dtype in asked:
+        verdicts = {(push, verdict) for name, push, *_, verdict in rows if name == dtype}
+        if verdicts != {("right", "within"), ("first block stale", "refused")}:
+            wrong.append(dtype)
+    said = f"{len(asked) - len(wrong)} of {len(asked)} dtypes served as they should be"
+    return judged(not wrong, said + (f", not {', '.join(wrong)}" if wrong else ""), HEADER, rows)

@@ -21,7 +21,8 @@ Written by `python -m bench.models`; do not edit. Small random models of each ki
 and are exported with all weights, with adapters merged into them, and as adapters alone. The
 columns are the largest difference of a log-probability (nats) between transformers' of the export,
 with its own attention, a row at a time, and the trainer's, of packed rows; and the median
-difference between what vLLM samples from the export and transformers' of the same. All in float32.
+difference between what vLLM samples from the export and transformers' of the same. All in float32,
+but for Qwen 3.5 in vLLM, whose CPU build computes it in bfloat16 alone.
 """
 
 

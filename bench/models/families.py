@@ -52,7 +52,15 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Qwen 3 MoE": _of(
         Qwen3MoeConfig, head_dim=32, num_experts=8, moe_intermediate_size=64, **_EXPERTS
     ),
-    "Qwen 3.5": _of(Qwen3_5TextConfig, head_dim=32),
+    "Qwen 3.5": _of(
+        Qwen3_5TextConfig,
+        head_dim=32,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    ),
     "Gemma 2": _of(Gemma2Config, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32),
     "Gemma 3": _of(
         Gemma3TextConfig,
@@ -88,16 +96,35 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         DeepseekV3Config,
         num_key_value_heads=4,
         q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
+        kv_lora_rank=512,  # with the 64 beside it as published: vLLM's kernels have no other
+        qk_rope_head_dim=64,
+        rope_parameters={  # plain rotations of pairs go wrong in vLLM's CPU kernel
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
         qk_nope_head_dim=32,
         v_head_dim=32,
         n_routed_experts=8,
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1,
+        topk_method="noaux_tc",  # transformers knows no other; vLLM asks
+        scoring_func="sigmoid",
         moe_intermediate_size=64,
         n_shared_experts=1,
         **_EXPERTS,
     ),
 }
+# How vLLM's CPU build must be asked (gated delta rules are in bfloat16 alone, and so is its faster
+# kernel for MLA), and what its code of a family imports.
+VLLM: dict[str, dict[str, Any]] = {
+    "Qwen 3.5": {"dtype": "bfloat16"},
+    "DeepSeek-V3-shaped": {"extra_args": ["--attention-backend", "CPU_MLA"]},
+}
+IMPORTS = {"Qwen 3.5": "torchvision"}

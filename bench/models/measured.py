@@ -3,12 +3,14 @@ each is compared with the trainer's own log-probabilities, in transformers and i
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from peft import PeftModel
 from tokenizers import Tokenizer, models
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from bench.gpu_check.models import random_rows
-from bench.models.families import VOCABULARY
+from bench.models.families import IMPORTS, VLLM, VOCABULARY
 from tracegrad_trainer.batches import Row, pack
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import (
@@ -64,14 +66,14 @@ def measure(name: str, config: PreTrainedConfig, folder: Path, *, serve: bool) -
             lambda form=form: _exported(model, folder / form, {"lora": {"rank": 4}}, form=form)  # type: ignore[misc]
         )
     if serve:
-        found.vllm = _or_why(lambda: _served(folder / "whole", folder))
+        found.vllm = _or_why(lambda: _served(name, folder / "whole", folder))
     return found
 
 
 def _or_why(work: Callable[[], float]) -> float | str:
     try:
         return work()
-    except (ValueError, ChildError, RuntimeError) as error:
+    except (ValueError, ChildError, RuntimeError, httpx.HTTPError) as error:
         return str(error)
 
 
@@ -101,13 +103,16 @@ def _exported(model: Path, out: Path, settings: dict[str, Any], *, form: str = "
     finally:
         destroy_process_group()
     loaded: Any
-    if form == "adapters":
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        loaded = PeftModel.from_pretrained(base, out)
-    else:
-        loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    loaded.set_attn_implementation("eager") if form != "adapters" else None
+    adapted = form == "adapters"
+    loaded = PeftModel.from_pretrained(_loaded(model), out) if adapted else _loaded(out)
     return float((torch.cat([_logprobs(loaded.eval(), row) for row in order]) - ours).abs().max())
+
+
+def _loaded(folder: Path) -> Any:
+    """With the attention that leaves nothing out: transformers' default has no soft caps."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
 
 
 def _trained(model: Path, made: Sequence[Row], settings: dict[str, Any]) -> Learner:
@@ -133,8 +138,11 @@ def _logprobs(model: Any, row: Row) -> Tensor:
     return chosen
 
 
-def _served(model: Path, folder: Path) -> float:
+def _served(name: str, model: Path, folder: Path) -> float:
     """The median difference of what vLLM samples from an export to transformers' of the same."""
+    needed = IMPORTS.get(name)
+    if needed and importlib.util.find_spec(needed) is None:
+        raise ValueError(f"vLLM's code of it imports {needed}, which is not installed here")
     state = folder / "vllm"
     state.mkdir(mode=0o700)
     settings = VllmSettings(
@@ -144,13 +152,14 @@ def _served(model: Path, folder: Path) -> float:
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
         tool_call_parser=None,
+        **({"dtype": "float32"} | VLLM.get(name, {})),
     )
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT), generator=draw).tolist()
     with VllmProcess(settings) as engine:
         engine.wait_healthy()
         samples = sample_probes(engine.url, prompts, tokens=SAMPLED)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    loaded = _loaded(model).eval()
     ids = torch.tensor([[*one.prompt_token_ids, *one.token_ids] for one in samples])
     with torch.no_grad():
         logits = loaded(ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1)

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.pages import ROOT
@@ -20,7 +20,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 def description(packages: Sequence[str]) -> list[str]:
     """Lines of text: the machine, the versions of what matters, our own."""
-    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    versions = ", ".join(_named_version(name) for name in packages)
     cores = len(os.sched_getaffinity(0))
     system = f"{platform.system()} {platform.release().split('-')[0]}"
     return [
@@ -28,6 +28,14 @@ def description(packages: Sequence[str]) -> list[str]:
         f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}, {versions}",
         f"tracegrad {version('tracegrad')} ({commit()})",
     ]
+
+
+def _named_version(package: str) -> str:
+    """vLLM's builds for CPUs are a package of another name."""
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        return f"{package}-cpu {version(f'{package}-cpu')}"
 
 
 def busy_s() -> float:

@@ -18,16 +18,19 @@ from tracegrad.context import Rollout, tags
 from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
+from tracegrad.feedback_client import Feedback, feedback
 from tracegrad.version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
+    "Feedback",
     "Outcome",
     "Reward",
     "Rollout",
     "Stats",
     "__version__",
+    "feedback",
     "flush",
     "reward",
     "rollout",

@@ -48,7 +48,8 @@ V = TypeVar("V")
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
 
 MAX_TAG_BYTES = 1_000  # bytes of a tag's name, and of its value
-MAX_ERROR_CHARS = 2_000  # characters
+MAX_ERROR_CHARS = 2_000
+MAX_COMMENT_CHARS = 10_000
 
 
 class Rollout:
@@ -175,7 +176,12 @@ class Rollout:
         return derive_key(self._admin_key, self.id, EVENTS) if self._admin_key else None
 
     def reward(
-        self, value: SupportsFloat, *, turn: int | None = None, name: str = "reward"
+        self,
+        value: SupportsFloat,
+        *,
+        turn: int | None = None,
+        name: str = "reward",
+        comment: str | None = None,
     ) -> None:
         """Give the rollout, or one of its turns, a reward.
 
@@ -187,16 +193,12 @@ class Rollout:
                 else is dropped, with a warning that counts what was dropped.
             turn: which turn, counted from 0, or from the end if negative; None for the rollout.
             name: which reward, when there are several; training uses the one named "reward".
+            comment: why it was given, for people to read.
 
         Raises:
             ValueError: `turn` is no integer, or `name` empty.
         """
-        if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int)):
-            raise ValueError(f"turn: expected an integer such as 0 or -1, got {bounded_repr(turn)}")
-        if turn is not None and not -(2**31) < turn < 2**31:
-            raise ValueError(f"turn: expected an index of a turn, got {bounded_repr(turn)}")
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"name: expected a non-empty string, got {bounded_repr(name)}")
+        _check_place(turn, name)
         if (number := _number(value)) is None:
             _log.warning(
                 "reward %s of rollout %s is dropped (%d so far): value: expected %s, got %s",
@@ -209,7 +211,19 @@ class Rollout:
             return
         if turn is None and name == "reward":
             self.rewarded = True
-        self._emit(Reward(rollout_id=self.id, value=number, name=name, turn=turn))
+        said = (
+            None if comment is None else bounded_str(comment, MAX_COMMENT_CHARS - 1)
+        )  # and an ellipsis
+        self._emit(Reward(rollout_id=self.id, value=number, name=name, turn=turn, comment=said))
+
+    def withdraw_reward(self, *, turn: int | None = None, name: str = "reward") -> None:
+        """Take back what `reward` gave: it is unknown again, which is not 0.
+
+        Raises:
+            ValueError: as `reward`.
+        """
+        _check_place(turn, name)
+        self._emit(Reward(rollout_id=self.id, value=None, name=name, turn=turn))
 
     def finish(self, outcome: Outcome | str = Outcome.COMPLETED, error: str | None = None) -> None:
         """Say how the rollout ended. The first call stands; later ones change nothing.
@@ -232,6 +246,16 @@ class Rollout:
             self.outcome = known
             said = None if error is None else bounded_str(error, MAX_ERROR_CHARS)
             self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
+
+
+def _check_place(turn: int | None, name: str) -> None:
+    """What a reward is of. Raises ValueError."""
+    if turn is not None and (isinstance(turn, bool) or not isinstance(turn, int)):
+        raise ValueError(f"turn: expected an integer such as 0 or -1, got {bounded_repr(turn)}")
+    if turn is not None and not -(2**31) < turn < 2**31:
+        raise ValueError(f"turn: expected an index of a turn, got {bounded_repr(turn)}")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name: expected a non-empty string, got {bounded_repr(name)}")
 
 
 def _number(value: SupportsFloat) -> float | None:

@@ -185,14 +185,20 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-fA-F]{4,}")
 _warned_tasks: set[tuple[str, str]] = set()  # the traced function, and the one that names its tasks
 
 
-def reward(value: SupportsFloat, *, name: str = "reward", turn: int | None = None) -> None:
+def reward(
+    value: SupportsFloat,
+    *,
+    name: str = "reward",
+    turn: int | None = None,
+    comment: str | None = None,
+) -> None:
     """Give the current rollout, or one of its turns, a reward; see `Rollout.reward`.
 
     Raises:
         RuntimeError: no rollout is open here.
         ValueError: `turn` is no integer, or `name` empty.
     """
-    context.require().reward(value, name=name, turn=turn)
+    context.require().reward(value, name=name, turn=turn, comment=comment)
 
 
 def turn(*, state: object) -> AbstractContextManager[None]:

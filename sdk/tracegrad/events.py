@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count
-from typing import Any
+from typing import Any, TypeGuard
 
 Json = dict[str, Any]
 
@@ -105,8 +105,8 @@ MAX_REWARD = 1e6
 REWARD_RANGE = "a finite number from -1,000,000 to 1,000,000"
 
 
-def is_reward(value: float) -> bool:
-    return abs(value) <= MAX_REWARD  # not a number is not
+def is_reward(value: float | None) -> TypeGuard[float]:
+    return value is not None and abs(value) <= MAX_REWARD  # not a number is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,19 +115,21 @@ class Reward:
 
     `turn` counts the rollout's turns from 0; negative counts from the end, as in a list.
     Rewards are events: of the same `name` and `turn` the one that arrives last counts, whatever
-    times are stated. `source` and `created_at` are set by whoever writes them down (the proxy: by
-    the key that was used, and by its own clock); `label` and `given_at` are what the giver says
-    of itself and of the time, and nobody relies on them.
+    times are stated; a `value` of None takes back what was given: the reward is unknown again.
+    `source` and `created_at` are set by whoever writes them down (the proxy: by the key that was
+    used, and by its own clock); `label`, `given_at` and `comment` are what the giver says of
+    itself, of the time and of the reason, and nobody relies on them.
     """
 
     reward_id: str = field(default_factory=new_id)
     rollout_id: str
-    value: float
+    value: float | None
     name: str = "reward"
     turn: int | None = None
     source: str = "direct"
     label: str | None = None
     given_at: float | None = None
+    comment: str | None = None
     created_at: float = field(default_factory=time.time)
 
 

@@ -100,6 +100,8 @@ def event_payload(event: Event) -> dict[str, Any]:
     # Who says it, and when it was heard, are the proxy's own to say.
     if isinstance(event, Reward):
         del payload["source"]
+        if event.comment is None:  # a proxy from before it would refuse the field
+            del payload["comment"]
         made_at = payload.pop("created_at")
         payload["given_at"] = made_at if event.given_at is None else event.given_at
     elif isinstance(event, RolloutFinished):

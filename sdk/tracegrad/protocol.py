@@ -6,6 +6,7 @@ import re
 
 DEFAULT_URL = "http://127.0.0.1:4141"
 EVENTS_PATH = "/api/events"
+FEEDBACK_PATH = "/api/feedback"
 TRACES_PATH = "/v1/traces"
 
 ROLLOUT_HEADER = "x-tracegrad-rollout"

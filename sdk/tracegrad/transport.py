@@ -6,11 +6,13 @@ from __future__ import annotations
 # would never be released in a process forked meanwhile (hence no httpx, which imports as it goes).
 import encodings.idna  # noqa: F401 (resolving a host name imports it)
 import http.client
+import json
 import logging
 import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 _log = logging.getLogger("tracegrad")
@@ -29,6 +31,33 @@ class ProxyUnreachable(Exception):
 
 class ProxyRefused(Exception):
     """The proxy will never take this body; the message is its reason."""
+
+
+def post_json(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+    """One request of somebody who waits for the answer; its body. `url` as of `Transport`.
+
+    Raises:
+        ProxyUnreachable: no answer, or one that says "later".
+        ProxyRefused: a refusal; in the proxy's words.
+        ValueError: TRACEGRAD_API_KEY cannot be sent.
+    """
+    sent = {"Content-Type": "application/json", **headers}
+    if (key := api_key()) is not None:
+        sent["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url + path, body, sent)
+    try:
+        with _opener(url).open(request, timeout=REQUEST_TIMEOUT_S) as answer:
+            found: bytes = answer.read()
+        return found
+    except urllib.error.HTTPError as error:
+        with error:
+            if error.code < 500:
+                raise ProxyRefused(_message(_reason(error))) from None
+            raise ProxyUnreachable(f"it answers {error.code}: {_message(_reason(error))}") from None
+    except urllib.error.URLError as error:
+        raise ProxyUnreachable(str(error.reason)) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise ProxyUnreachable(f"{type(error).__name__}: {error}") from error
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -120,6 +149,14 @@ class Transport:
                 reason,
             )
         return ProxyUnreachable(reason)
+
+
+def _message(body: str) -> str:
+    """Of an error as the proxy says it."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.engines.lenient_engine import LenientEngine
 from support.engines.mock_engine import MockEngine
 from support.engines.prompt_driven_engine import PromptDrivenEngine
+from support.proxy.concurrent_stream import concurrent_stream
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, serving
 from tracegrad.store import Store
@@ -51,6 +53,18 @@ def standing(
 ) -> Iterator[ProxyWithEngine]:
     """One proxy for all tests that need no other."""
     with proxy_with_engine(engine_server, MockEngine(), new_store()) as rig:
+        yield rig
+
+
+@pytest.fixture(scope="module")
+def patient(
+    engine_server: EngineServer, new_store: Callable[[], Path]
+) -> Iterator[ProxyWithEngine]:
+    """One before an engine that takes anything, and streams meanwhile."""
+    with (
+        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
+        concurrent_stream(rig),
+    ):
         yield rig
 
 

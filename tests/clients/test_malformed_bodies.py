@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,13 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engines.lenient_engine import LenientEngine
-from support.proxy.concurrent_stream import concurrent_stream
 from support.proxy.corrupted_bodies import corrupted
 from support.proxy.full_bodies import FULL
-from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.raw_calls import CHAT, READ, RawCall, openai_refusal
-from support.proxy.servers import EngineServer
 
 PATIENCE_S = 10.0
 # The fixtures serve all examples of a test; what is sent must be the same in every run.
@@ -29,17 +25,6 @@ SETTINGS = settings(
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-@pytest.fixture(scope="module")
-def patient(
-    engine_server: EngineServer, new_store: Callable[[], Path]
-) -> Iterator[ProxyWithEngine]:
-    with (
-        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
-        concurrent_stream(rig),
-    ):
-        yield rig
 
 
 @pytest.fixture
@@ -208,7 +193,13 @@ EVENT = {"type": "reward", "rollout_id": "r1", "value": 1.0}
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"turn": 2**63}, {"turn": -(10**30)}, {"value": None}, {"created_at": -1}, {"type": "other"}],
+    [
+        {"turn": 2**63},
+        {"turn": -(10**30)},
+        {"value": "much"},
+        {"created_at": -1},
+        {"type": "other"},
+    ],
     ids=str,
 )
 def test_an_event_that_cannot_be_stored_is_refused_and_nothing_with_it(

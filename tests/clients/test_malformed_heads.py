@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from support.engines.lenient_engine import LenientEngine
-from support.proxy.concurrent_stream import concurrent_stream
-from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.raw_calls import CHAT, CLAUDE, GEMINI, READ, RawCall
 from support.proxy.raw_http import Answer, Reader, connect
-from support.proxy.servers import EngineServer
 
 VOICES = [CHAT, CLAUDE, GEMINI]  # one of each vendor's
-
-
-@pytest.fixture(scope="module")
-def patient(
-    engine_server: EngineServer, new_store: Callable[[], Path]
-) -> Iterator[ProxyWithEngine]:
-    with (
-        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
-        concurrent_stream(rig),
-    ):
-        yield rig
 
 
 def send(rig: ProxyWithEngine, call: RawCall, *, head: bytes = b"", path: bytes = b"") -> Answer:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,28 +19,15 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.generation import GenerationMode
 from starlette.routing import Match, Route
 
-from support.engines.lenient_engine import LenientEngine
-from support.proxy.concurrent_stream import concurrent_stream
 from support.proxy.full_bodies import FULL
-from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.raw_calls import READ
-from support.proxy.servers import CONTROL, EngineServer
+from support.proxy.servers import CONTROL
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.otel.otlp import PROTOBUF
 
 PATIENCE_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def patient(
-    engine_server: EngineServer, new_store: Callable[[], Path]
-) -> Iterator[ProxyWithEngine]:
-    with (
-        proxy_with_engine(engine_server, LenientEngine(), new_store()) as rig,
-        concurrent_stream(rig),
-    ):
-        yield rig
 
 
 def _app() -> FastAPI:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from support.store import postgres_server as postgres
+
+if TYPE_CHECKING:
+    from support.trainer.kill_runs import Runs
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +20,23 @@ def char_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.trainer.char_model import save_char_model
 
     return save_char_model(tmp_path_factory.mktemp("char") / "model")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For `trainer step`."""
+    from support.trainer.prepared_run import save_smallest_model
+
+    return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    """Ranks that die where they are told to."""
+    from support.trainer.kill_runs import step_runs
+
+    with step_runs() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

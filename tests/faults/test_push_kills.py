@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.engines.vllm_server import tiny_settings
-from support.trainer.kill_runs import Runs, fates, made, same, state_of, step_runs
+from support.trainer.kill_runs import Runs, fates, made, same, state_of
 from support.trainer.killed_process import PUSH_POINTS
 from support.trainer.prepared_run import fill, steps_of
 from support.trainer.pushing_ranks import GAP, Agents, PushingRanks, pushing_ranks
@@ -33,12 +33,6 @@ OF_STEP_2 = dict.fromkeys(PUSH_POINTS, 3) | {
 }
 TELLING = ["nothing sent", "engine without weights", "pushed, not recorded", "before the commit"]
 LINGER_S = 0.5  # a checkpoint of this size is whole long before
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with step_runs() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ import pytest
 
 from support.agents.group_load import GroupLoad, missing_calls
 from support.agents.toy_agents import ToyAgents
-from support.trainer.trainer_serve import Ended, TrainerServe, trainer_serve
+from support.trainer.trainer_serve import TrainerServe, trainer_serve
 from tracegrad.store import Ledger, Store
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -79,16 +79,6 @@ class Place:
 @pytest.fixture(scope="module")
 def place(char_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(char_model, tmp_path_factory.mktemp("faults") / "state")
-
-
-def says_who(ended: Ended, who: str, log: Path) -> None:
-    """One line of error, which names the part that was killed and its log."""
-    ended.is_clean()
-    assert ended.code == 1
-    errors = [line for line in ended.lines if line.startswith("trainer serve: ")]
-    assert errors == [ended.last_line]
-    assert re.match(rf"trainer serve: {who} \(pid \d+\) was killed by SIGKILL", ended.last_line)
-    assert str(log) in ended.last_line
 
 
 MOMENTS = [1.0, 5.0]
@@ -156,11 +146,31 @@ def test_vllms_engine_is_killed(place: Place, stage: str) -> None:
     place.is_whole()
 
 
-def test_vllm_is_killed(place: Place) -> None:
+def launcher(run: TrainerServe) -> int:
+    return psutil.Process(run.pid_of("ranks")).ppid()
+
+
+@pytest.mark.parametrize(
+    ("who", "pid", "log"),
+    [
+        ("vllm", lambda run: run.pid_of("vllm"), "vllm.log"),
+        ("rank 0", lambda run: run.pid_of("ranks"), "ranks.log"),
+        pytest.param("ranks", launcher, "ranks.log", marks=pytest.mark.slow),
+        ("proxy", lambda run: run.pid_of("proxy"), "proxy.log"),
+    ],
+)
+def test_a_part_is_killed(
+    place: Place, who: str, pid: Callable[[TrainerServe], int], log: str
+) -> None:
     with place.at_work() as run:
-        os.kill(run.pid_of("vllm"), signal.SIGKILL)
+        os.kill(pid(run), signal.SIGKILL)
         ended = run.ended()
-    says_who(ended, "vllm", place.state_dir / "logs" / "vllm.log")
+    ended.is_clean()
+    assert ended.code == 1
+    errors = [line for line in ended.lines if line.startswith("trainer serve: ")]
+    assert errors == [ended.last_line]
+    assert re.match(rf"trainer serve: {who} \(pid \d+\) was killed by SIGKILL", ended.last_line)
+    assert str(place.state_dir / "logs" / log) in ended.last_line
     place.is_whole()
 
 
@@ -169,29 +179,4 @@ def test_trainer_serve_itself_is_killed(place: Place) -> None:
         run.process.kill()
         run.process.wait()
         assert run.family.gone(within_s=GONE_S) == []
-    place.is_whole()
-
-
-def test_rank_0_is_killed(place: Place) -> None:
-    with place.at_work() as run:
-        os.kill(run.pid_of("ranks"), signal.SIGKILL)
-        ended = run.ended()
-    says_who(ended, "rank 0", place.state_dir / "logs" / "ranks.log")
-    place.is_whole()
-
-
-@pytest.mark.slow
-def test_the_ranks_launcher_is_killed(place: Place) -> None:
-    with place.at_work() as run:
-        os.kill(psutil.Process(run.pid_of("ranks")).ppid(), signal.SIGKILL)
-        ended = run.ended()
-    says_who(ended, "ranks", place.state_dir / "logs" / "ranks.log")
-    place.is_whole()
-
-
-def test_the_proxy_is_killed(place: Place) -> None:
-    with place.at_work() as run:
-        os.kill(run.pid_of("proxy"), signal.SIGKILL)
-        ended = run.ended()
-    says_who(ended, "proxy", place.state_dir / "logs" / "proxy.log")
     place.is_whole()

@@ -91,12 +91,9 @@ def _hears(told: dict[str, Acknowledged]) -> Callable[[list[Any]], None]:
     return hear
 
 
-def test_200_kills_of_writers_lose_nothing_in_sqlite(sqlite_url: str, tmp_path: Path) -> None:
-    writers_killed(sqlite_url, tmp_path, kills=200)
-
-
-def test_40_kills_of_writers_lose_nothing_in_postgresql(postgres_url: str, tmp_path: Path) -> None:
-    writers_killed(postgres_url, tmp_path, kills=40)
+@pytest.mark.parametrize(("url", "kills"), [("sqlite", 200), ("postgres", 40)], indirect=["url"])
+def test_kills_of_writers_lose_nothing(url: str, kills: int, tmp_path: Path) -> None:
+    writers_killed(url, tmp_path, kills)
 
 
 def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:

@@ -31,9 +31,12 @@ def engine_url() -> Iterator[str]:
         yield url
 
 
-def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) -> None:
+@pytest.mark.parametrize(("url", "kills"), [("sqlite", 15), ("postgres", 5)], indirect=["url"])
+def test_a_killed_proxy_loses_no_call_that_a_client_saw_end(
+    engine_url: str, url: str, tmp_path: Path, kills: int
+) -> None:
     draw = random.Random(drawn_seed())
-    proxy = ProxyProcess(engine_url, store_url, folder / "proxy.log")
+    proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log")
     proxy.start()
     try:
         with ConversationLoad(proxy.url, _CALLERS) as callers:
@@ -47,7 +50,7 @@ def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) ->
             eventually(lambda: len(callers.ended) > before, 60)
     finally:
         proxy.close()
-    with Store.open(store_url) as store:
+    with Store.open(url) as store:
         faults = [*lost_calls(store, callers), *integrity(store)]
         captured = store.turn_counts().captured
     print(f"{kills} kills: {len(callers.ended)} calls and {len(callers.rewarded)} rewards ended,")
@@ -56,18 +59,6 @@ def proxies_killed(engine_url: str, store_url: str, folder: Path, kills: int) ->
     assert {each.status for each in callers.failed} == {None}, "the only fault was that it was gone"
     # Nobody saw the end of what was committed right before a kill.
     assert len(callers.ended) <= captured <= len(callers.ended) + kills * _CALLERS
-
-
-def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_sqlite(
-    engine_url: str, sqlite_url: str, tmp_path: Path
-) -> None:
-    proxies_killed(engine_url, sqlite_url, tmp_path, kills=15)
-
-
-def test_a_killed_proxy_loses_no_call_that_a_client_saw_end_in_postgresql(
-    engine_url: str, postgres_url: str, tmp_path: Path
-) -> None:
-    proxies_killed(engine_url, postgres_url, tmp_path, kills=5)
 
 
 def test_a_killed_worker_loses_nothing_and_the_others_go_on(

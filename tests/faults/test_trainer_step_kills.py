@@ -21,9 +21,9 @@ import pytest
 from support.proxy.servers import eventually
 from support.store.kill_runs import drawn_seed
 from support.system.process_tree import ProcessTree
-from support.trainer.kill_runs import Runs, fates, log_of, made, same, state_of, step_runs
+from support.trainer.kill_runs import Runs, fates, log_of, made, same, state_of
 from support.trainer.killed_process import POINTS
-from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of
+from support.trainer.prepared_run import SMALL, fill, settings_of
 from tracegrad_trainer.engine.checkpoint.manifest import list_checkpoints
 
 GROUPS = 20
@@ -31,17 +31,6 @@ GROUPS = 20
 Left = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 KILLED = -9
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    with step_runs() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
 
 
 @dataclass

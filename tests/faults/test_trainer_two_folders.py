@@ -14,7 +14,7 @@ import pytest
 
 from support.store.kill_runs import drawn_seed
 from support.trainer.kill_runs import Runs, fates, log_of, step_runs
-from support.trainer.prepared_run import fill, save_smallest_model, settings_of, steps_of
+from support.trainer.prepared_run import fill, settings_of, steps_of
 from tracegrad.store import StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.maintenance import examine
@@ -67,11 +67,6 @@ class Scene:
 def runs() -> Iterator[tuple[Runs, Runs]]:
     with step_runs() as one, step_runs() as other:
         yield one, other
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -104,6 +105,8 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     assert switch > 0
     assert rest > 0
     assert turn.untrainable is None
+    answered = json.loads(lines[0].removeprefix("data: "))["id"]
+    assert answered == f"chatcmpl-{turn.turn_id}", "by which feedback finds the turn"
     ids = turn.prompt_token_ids, turn.completion_token_ids
     served = list(turn.completion_logprobs)
     compare_logprobs(served[:switch], reference_logprobs(old, *ids)[:switch], 1e-4)

@@ -30,13 +30,16 @@ from support.trainer.tiny_model import (
 from tracegrad_trainer.engine import as_hf_tensors
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.model import lora
+from tracegrad_trainer.inference import weight_buckets
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
+from tracegrad_trainer.inference.engine_config import check_engines
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     compare_logprobs,
     sample_probe,
 )
 from tracegrad_trainer.inference.vllm_process import VllmProcess
+from tracegrad_trainer.inference.weight_broadcast import BroadcastControl, transport_of
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.utils.network import http_client
@@ -52,9 +55,15 @@ def model(tiny_model_dir: Path) -> PreTrainedModel:
     return load_model(tiny_model_dir)
 
 
-@pytest.fixture
-def pusher(vllm_server: VllmServer) -> Iterator[WeightPusher]:
-    with WeightPusher(vllm_server.url, checkpoint=vllm_server.model_dir) as pusher:
+@pytest.fixture(params=["files", "gloo"])
+def pusher(
+    vllm_server: VllmServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[WeightPusher]:
+    monkeypatch.setattr(weight_buckets, "BUCKET_BYTES", 100_000)  # several
+    transport = transport_of(request.param, torch.device("cpu"))
+    with WeightPusher(
+        vllm_server.url, checkpoint=vllm_server.model_dir, transport=transport
+    ) as pusher:
         yield pusher
         original = load_model(vllm_server.model_dir)
         pusher.push(-1, original.named_parameters())
@@ -235,6 +244,29 @@ def test_a_failed_push_leaves_the_old_version_serving_and_says_so(
     agrees(vllm_server.url, model, SHORT, LONG)
 
 
+@pytest.mark.parametrize("pusher", ["gloo"], indirect=True)
+def test_what_a_worker_cannot_receive_it_says_before_the_broadcast(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    pusher: WeightPusher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else rank 0 would wait for it, and the engine stand still, for as long as a request may."""
+    first = iter(["float99"])
+    send = BroadcastControl._update
+
+    def send_misnamed(self: BroadcastControl, info: dict[str, Any]) -> None:
+        buckets = [[list(spec) for spec in bucket] for bucket in info.get("buckets", [])]
+        if buckets and (dtype := next(first, None)):
+            buckets[0][0][1] = dtype
+        send(self, info | {"buckets": buckets})
+
+    monkeypatch.setattr(BroadcastControl, "_update", send_misnamed)
+    with pytest.raises(PushError, match="'float99' is no dtype of torch"):
+        pusher.push(1, perturb(model, seed=12).named_parameters())
+    agrees(vllm_server.url, load_model(vllm_server.model_dir), SHORT)
+
+
 def test_weights_that_fail_verification_are_taken_back(
     vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher, tiny_model_dir: Path
 ) -> None:
@@ -295,6 +327,9 @@ def test_adapters_are_served_beside_their_model(tiny_model_dir: Path, tmp_path: 
         process.wait_healthy(timeout=240)
         server = VllmServer(process.url, tiny_model_dir, "policy", process, tmp_path)
         agrees(process.url, load_model(tiny_model_dir), SHORT, LONG)  # nothing is pushed yet
+        check_engines((process.url,), settings)
+        with pytest.raises(ValueError, match=r'"tracegrad_shm"}\', --served-model-name policy$'):
+            check_engines((process.url,), settings.model_copy(update={"adapter": None}))
         with WeightPusher(process.url, checkpoint=zero_adapter(adapter), adapter=config) as pusher:
             report = pusher.push(1, lora.adapter_tensors(moved(model, seed=1)))
             assert report.carried == "adapter"

@@ -44,6 +44,7 @@ FLOORS = {
     "tracegrad.resend": 2,
     "tracegrad.http_patching": 2,
     "tracegrad.telemetry": 2,
+    "tracegrad.feedback_client": 2,
     "tracegrad.store": 2,
     "tracegrad.chat": 2,
     "tracegrad.thread_patching": 3,

@@ -245,8 +245,9 @@ WAITING_TEXTS = {
         "Point the agent's client at the proxy, or send its spans; see docs/agents.md.",
     ),
     "no_reward": ReasonText(
-        "Its rollout ended and has no reward.",
-        "Give one: `reward(x)` in the agent, or POST /api/events.",
+        "Its rollout ended and has no reward, or it was taken back.",
+        "Give one: `reward(x)` in the agent, `tracegrad score`, or POST /api/feedback; for attempts"
+        " that crashed the trainer's setting rewards.agent_error.",
     ),
     "named_reward": ReasonText(
         "Its rollout ended, and has only rewards of other names, or of turns: rollouts are "

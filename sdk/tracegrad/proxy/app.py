@@ -40,13 +40,14 @@ from tracegrad.proxy.endpoints.control_api import (
     make_keys_router,
 )
 from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
+from tracegrad.proxy.endpoints.feedback import make_feedback_router
 from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
-from tracegrad.proxy.engine.upstreams.replica import weight_version
+from tracegrad.proxy.engine.upstreams.pushed_weights import PushedWeights
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits, WorkerThreads
@@ -159,6 +160,7 @@ def create_app(
     app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
     pushes = links.pushes if links is not None else OwnGate(gate)
     app.include_router(make_control_router(recorder, pushes, store))
+    app.include_router(make_feedback_router(recorder, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
@@ -205,17 +207,15 @@ def _upstream(
             model=settings.model, api_base=base, api_key=api_key, timeouts=timeouts
         )
 
-    async def serves_the_current_weights(url: str) -> bool:
-        # An engine that was restarted has the weights of its start, until the next push.
-        return not gate.pushes or await weight_version(url) == str(gate.version)
-
+    pushed = PushedWeights(gate)
     return UpstreamPool(
         settings.upstreams,
         kind=settings.upstream_kind,
         api_key=api_key,
         timeouts=timeouts,
         queue=QueueLimits(settings.max_waiting, settings.max_wait_s),
-        admit=serves_the_current_weights,
+        admit=pushed.are_current,
+        restarted=pushed.were_replaced,
         others=links.log if links is not None else None,
         calls=links.in_flight if links is not None else (),
     )

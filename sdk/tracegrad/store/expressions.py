@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import ColumnElement, and_, case, exists, func, literal, select, true
+from sqlalchemy import ColumnElement, and_, case, exists, func, literal, not_, select, true
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import MAX_REWARD, Outcome
@@ -43,7 +43,7 @@ def has_turns() -> ColumnElement[bool]:
 
 
 def latest_reward() -> ColumnElement[float | None]:
-    """The rollout's reward, or NULL: the one that arrived last.
+    """The rollout's reward, or NULL: the one that arrived last, unless that took it back.
 
     Stores of the time before rewards were bounded may hold some that would be refused today.
     """
@@ -53,7 +53,7 @@ def latest_reward() -> ColumnElement[float | None]:
             Rewards.rollout_id == Rollouts.rollout_id,
             Rewards.name == MAIN_REWARD_NAME,
             Rewards.turn.is_(None),
-            Rewards.value.between(-MAX_REWARD, MAX_REWARD),
+            Rewards.value.between(-MAX_REWARD, MAX_REWARD) | Rewards.value.is_(None),
         )
         .order_by(Rewards.seq.desc())
         .limit(1)
@@ -79,7 +79,12 @@ def newest_reward() -> ColumnElement[int | None]:
 def _without_main_reward() -> ColumnElement[str]:
     """Of a rollout that nobody scored, and of one that has rewards of other names, or of turns
     alone, which training does not compare rollouts by."""
-    some = exists().where(Rewards.rollout_id == Rollouts.rollout_id).correlate(Rollouts)
+    main = and_(Rewards.name == MAIN_REWARD_NAME, Rewards.turn.is_(None))
+    some = (
+        exists()
+        .where(Rewards.rollout_id == Rollouts.rollout_id, Rewards.value.is_not(None), not_(main))
+        .correlate(Rollouts)
+    )
     return case((some, literal("named_reward")), else_=literal("no_reward"))
 
 

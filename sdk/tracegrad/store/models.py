@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0010"
+REVISION = "0011"
 
 
 class Text(TypeDecorator[str]):
@@ -219,20 +219,22 @@ class RolloutKeys(Base):
 
 class Rewards(Base):
     """In order of arrival (`seq`), which alone decides what counts. `source` and `created_at` are
-    the proxy's own, `label` and `given_at` the giver's; before revision 0008 all were."""
+    the proxy's own, `label`, `given_at` and `comment` the giver's; before revision 0008 all were.
+    `value` is null where what was given is taken back."""
 
     __tablename__ = "rewards"
 
     seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
     reward_id: Mapped[str] = mapped_column(unique=True)
     rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"), index=True)
-    value: Mapped[float]
+    value: Mapped[float | None]
     name: Mapped[str]
     turn: Mapped[int | None]
     source: Mapped[str]
     created_at: Mapped[float]
     label: Mapped[str | None]
     given_at: Mapped[float | None]
+    comment: Mapped[str | None]
 
 
 class Spans(Base):

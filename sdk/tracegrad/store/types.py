@@ -18,6 +18,7 @@ DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 
 # `Reward.source` of what a judge gave: the trainer asks it for groups that it has leased.
 JUDGE_SOURCE = "judge"
+RULE_SOURCE = "rule"  # a setting of the trainer's
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).

@@ -17,7 +17,9 @@ from tracegrad.events import MAX_REWARD, REWARD_RANGE, Json, Outcome
 
 FORMAT = 1
 # Written only where there is a value: older readers refuse fields that they do not know.
-OMITTED_IF_NONE = frozenset({"label", "given_at", "state_key", "observation", "routed_experts"})
+OMITTED_IF_NONE = frozenset(
+    {"label", "given_at", "comment", "state_key", "observation", "routed_experts"}
+)
 
 _MAX_INTEGER = 2**63 - 1
 
@@ -50,13 +52,14 @@ class OutcomeObject(_Object, kw_only=True):
 
 class RewardObject(_Object, kw_only=True):
     reward_id: Text
-    value: RewardValue
+    value: RewardValue | None
     name: Text
     turn: Integer | None = None
     source: Text
     created_at: Number
     label: str | None = None
     given_at: Number | None = None
+    comment: str | None = None
 
 
 class SpanObject(_Object, kw_only=True):

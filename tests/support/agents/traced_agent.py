@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import openai
@@ -165,39 +166,14 @@ def _openinference(provider: TracerProvider) -> AbstractContextManager[Any]:
     return using_session("s-1")
 
 
-def _openinference_langchain(provider: TracerProvider) -> AbstractContextManager[Any]:
-    from openinference.instrumentation.langchain import LangChainInstrumentor
+def _alone(module: str, name: str) -> Callable[[TracerProvider], AbstractContextManager[Any]]:
+    """An instrumentor that needs nothing but to be started."""
 
-    LangChainInstrumentor().instrument(tracer_provider=provider)
-    return nullcontext()
+    def start(provider: TracerProvider) -> AbstractContextManager[Any]:
+        getattr(import_module(module), name)().instrument(tracer_provider=provider)
+        return nullcontext()
 
-
-def _traceloop(provider: TracerProvider) -> AbstractContextManager[Any]:
-    from opentelemetry.instrumentation.openai import OpenAIInstrumentor
-
-    OpenAIInstrumentor().instrument(tracer_provider=provider)
-    return nullcontext()
-
-
-def _traceloop_langchain(provider: TracerProvider) -> AbstractContextManager[Any]:
-    from opentelemetry.instrumentation.langchain import LangchainInstrumentor
-
-    LangchainInstrumentor().instrument(tracer_provider=provider)
-    return nullcontext()
-
-
-def _traceloop_anthropic(provider: TracerProvider) -> AbstractContextManager[Any]:
-    from opentelemetry.instrumentation.anthropic import AnthropicInstrumentor
-
-    AnthropicInstrumentor().instrument(tracer_provider=provider)
-    return nullcontext()
-
-
-def _otel(provider: TracerProvider) -> AbstractContextManager[Any]:
-    from opentelemetry.instrumentation.genai.openai import OpenAIInstrumentor
-
-    OpenAIInstrumentor().instrument(tracer_provider=provider)
-    return nullcontext()
+    return start
 
 
 def _httpx(provider: TracerProvider) -> None:
@@ -207,13 +183,16 @@ def _httpx(provider: TracerProvider) -> None:
     HTTPXClientInstrumentor().instrument(tracer_provider=provider)
 
 
+_OTEL = "opentelemetry.instrumentation"
 FAMILIES: dict[str, Callable[[TracerProvider], AbstractContextManager[Any]]] = {
     "openinference": _openinference,
-    "openinference-langchain": _openinference_langchain,
-    "traceloop": _traceloop,
-    "traceloop-langchain": _traceloop_langchain,
-    "traceloop-anthropic": _traceloop_anthropic,
-    "otel": _otel,
+    "openinference-langchain": _alone(
+        "openinference.instrumentation.langchain", "LangChainInstrumentor"
+    ),
+    "traceloop": _alone(f"{_OTEL}.openai", "OpenAIInstrumentor"),
+    "traceloop-langchain": _alone(f"{_OTEL}.langchain", "LangchainInstrumentor"),
+    "traceloop-anthropic": _alone(f"{_OTEL}.anthropic", "AnthropicInstrumentor"),
+    "otel": _alone(f"{_OTEL}.genai.openai", "OpenAIInstrumentor"),
 }
 
 

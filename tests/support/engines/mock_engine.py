@@ -196,6 +196,7 @@ class MockEngine:
         says = [
             self.replies.popleft() if self.replies else Answer() for _ in range(body.get("n") or 1)
         ]
+        body = {**body, "request_id": request.headers.get("x-request-id")}
         if body.get("stream"):
             return StreamingResponse(self._stream(body, says), media_type="text/event-stream")
         return await self._whole(request, body, says)
@@ -218,7 +219,7 @@ class MockEngine:
     def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
         prompt = render(body["messages"], body.get("tools"))
         return {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": _answer_id(body),
             "object": "chat.completion",
             "created": int(time.time()),
             "model": body.get("model") or MODEL,
@@ -269,7 +270,7 @@ class MockEngine:
 
     async def _stream(self, body: Json, says: Sequence[Answer]) -> AsyncIterator[str]:
         head = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "id": _answer_id(body),
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": body.get("model") or MODEL,
@@ -402,3 +403,7 @@ def usage(prompt: int, completion: int) -> Json:
 
 def error(message: str, code: int, kind: str = "InternalServerError") -> Json:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _answer_id(body: Json) -> str:
+    return f"chatcmpl-{body.get('request_id') or uuid.uuid4().hex}"

@@ -84,7 +84,7 @@ class OpenAIChatClient:
         ChatCompletion.model_validate(body)
 
     def read(self, data: bytes) -> Json:
-        with self._client(data).chat.completions.stream(**self.asked) as events:
+        with self.client(data).chat.completions.stream(**self.asked) as events:
             return events.get_final_completion().to_dict(mode="json")
 
     async def read_async(self, data: bytes) -> Json:
@@ -95,7 +95,7 @@ class OpenAIChatClient:
         ):
             return (await events.get_final_completion()).to_dict(mode="json")
 
-    def _client(self, data: bytes) -> openai.OpenAI:
+    def client(self, data: bytes) -> openai.OpenAI:
         http = httpx2.Client(transport=serve(data))
         return openai.OpenAI(api_key="k", max_retries=0, http_client=http)
 
@@ -107,7 +107,7 @@ class OpenAIResponsesClient(OpenAIChatClient):
         Response.model_validate(body)
 
     def read(self, data: bytes) -> Json:
-        with self._client(data).responses.stream(**self.asked) as events:
+        with self.client(data).responses.stream(**self.asked) as events:
             return events.get_final_response().to_dict(mode="json")
 
     async def read_async(self, data: bytes) -> Json:

@@ -5,29 +5,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import httpx2
-import openai
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from support.engines.engine_answers import Said, chunk, streamed, whole
+from support.engines.engine_answers import Said, streamed, whole
 from tracegrad.chat.call import Call
 from tracegrad.proxy.dialects.openai_responses.request import OpenAIResponsesDialect
-from tracegrad.proxy.http.errors import ApiError
 
 Json = dict[str, Any]
 
 DIALECT = OpenAIResponsesDialect()
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-USAGE = {
-    "prompt_tokens": 11,
-    "completion_tokens": 7,
-    "total_tokens": 18,
-    "prompt_tokens_details": {"cached_tokens": 4},
-}
 TOOL = {
     "type": "function",
     "name": "look",
@@ -95,50 +85,3 @@ def unknown_fields(value: Any, where: str = "") -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from unknown_fields(item, where)
-
-
-@dataclass
-class Served:
-    """OpenAI's client, with the dialect in place of a server. Each call gets the next answer."""
-
-    says: list[Said | ApiError] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-
-    def client(self) -> openai.OpenAI:
-        transport = httpx2.MockTransport(self._serve)
-        return openai.OpenAI(
-            api_key="k",
-            base_url="http://localhost/v1",
-            max_retries=0,
-            http_client=httpx2.Client(transport=transport),
-        )
-
-    def async_client(self) -> openai.AsyncOpenAI:
-        transport = httpx2.MockTransport(self._serve)
-        return openai.AsyncOpenAI(
-            api_key="k",
-            base_url="http://localhost/v1",
-            max_retries=0,
-            http_client=httpx2.AsyncClient(transport=transport),
-        )
-
-    def _serve(self, request: httpx2.Request) -> httpx2.Response:
-        assert request.url.path == "/v1/responses"
-        try:
-            call = DIALECT.parse(request.content, {}, {})
-        except ApiError as error:
-            return httpx2.Response(error.status, content=DIALECT.error(error))
-        self.calls.append(call)
-        say = self.says.pop(0)
-        if call.stream:
-            body = stream(call, say) if isinstance(say, Said) else broken_stream(call, say)
-            headers = {"content-type": "text/event-stream; charset=utf-8"}
-            return httpx2.Response(200, content=body, headers=headers)
-        assert isinstance(say, Said)
-        return httpx2.Response(200, content=DIALECT.answer(call, whole(say)))
-
-
-def broken_stream(call: Call, error: ApiError) -> bytes:
-    writer = DIALECT.writer(call)
-    said = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
-    return said + writer.error(error)

@@ -77,6 +77,12 @@ class Reader:
         body, self._rest = self._rest[:length], self._rest[length:]
         return Answer(int(found[1]), headers, body)
 
+    def next_answer(self, *, to_head: bool = False) -> Answer:
+        """Which there must be."""
+        found = self.answer(to_head=to_head)
+        assert found is not None, "the connection ended without an answer"
+        return found
+
     def ended(self) -> bool:
         """Waits until the server has closed the connection; False if it says more."""
         return not self._rest and not self._more()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import uvicorn
@@ -29,11 +30,44 @@ def serving(app: Any, lifespan: Literal["auto", "off"] = "auto") -> Iterator[str
         yield url
 
 
+class PromptServer(uvicorn.Server):
+    """Ends when it is told to. uvicorn looks ten times a second whether it should, and then waits
+    a tenth at least for its connections: most of the time that a short test takes."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop, self._told = asyncio.get_running_loop(), asyncio.Event()
+        await super().startup(sockets)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._told.wait()
+
+    def stop(self) -> None:
+        """From another thread."""
+        self._loop.call_soon_threadsafe(self._told.set)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's."""
+        for closing in (*self.servers, *(sockets or [])):
+            closing.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                for server in self.servers:
+                    await server.wait_closed()
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
+
+
 @contextmanager
 def running(config: uvicorn.Config, listener: socket.socket) -> Iterator[str]:
     """uvicorn in a thread; its URL."""
     config.timeout_graceful_shutdown = 1
-    server = uvicorn.Server(config)
+    server = PromptServer(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     while not server.started:
@@ -42,7 +76,7 @@ def running(config: uvicorn.Config, listener: socket.socket) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        server.should_exit = True
+        server.stop()
         thread.join(10)
         listener.close()
 

@@ -19,6 +19,7 @@ from tracegrad_trainer.batches import (
 )
 from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.select import AdvantageFunction
+from tracegrad_trainer.batches.version_scale import SkippedVersions
 
 
 @dataclass
@@ -54,6 +55,7 @@ def selected(
     *,
     advantages: AdvantageFunction = unit_advantages,
     version: int = 1,
+    skipped_versions: SkippedVersions = (),
     vocabulary: int | None = None,
     **settings: object,
 ) -> TrainingSelection:
@@ -64,6 +66,7 @@ def selected(
         BatchSettings.model_validate(values),
         advantages=advantages,
         current_version=version,
+        skipped_versions=skipped_versions,
         vocabulary=vocabulary,
     )
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from support.trainer.row_samples import rows
-from support.trainer.tiny_models import CONFIGS, make
-from tracegrad_trainer.batches import MicroBatch, micro_batch
+from support.trainer.tiny_models import CONFIGS, RECURRENT, make
+from tracegrad_trainer.batches import MicroBatch, micro_batch, pack
 from tracegrad_trainer.engine.context_parallel import ContextParallel, ContextParallelAttention
+from tracegrad_trainer.engine.model import compile as compile_blocks
 from tracegrad_trainer.engine.model.context_trial import check_context_parallel
 from tracegrad_trainer.engine.model.forward import forward, to_inputs
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
@@ -26,7 +27,7 @@ from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 CPU = torch.device("cpu")
 # name -> settings of a variant of a model
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in CONFIGS},
+    **{name: (name, {}) for name in CONFIGS if name not in RECURRENT},
     "recomputed": ("qwen3", {"gradient_checkpointing": True}),
     "adapted": ("qwen3", {"lora": {"rank": 2}}),
 }
@@ -46,11 +47,15 @@ def main(folder: Path) -> None:
     seen["trees"] = apart(make("gemma2"), trees(), context)
     seen["one token a rank"] = apart(make("gpt_oss"), micro_batch(rows(1), [0]), context)
     seen["no targets"] = apart(make("qwen3"), micro_batch([], []), context)
+    with patch.object(compile_blocks, "_BACKEND", "eager"):  # what is traced is the same
+        for name, shared in (("compiled", batch), ("compiled, filled up", filling())):
+            seen[name] = apart(make("qwen3", compile=True), shared, context)
     with patch.object(ContextParallelAttention, "_exchange", lambda _, x: x):
         seen["not exchanged"] = apart(make("qwen3"), batch, context)
     seen["said"] = {
         "fits": said(lambda: check_context_parallel(make("gpt_oss"), context, CPU)),
         "heads": said(lambda: check_context_parallel(three_heads(), context, CPU)),
+        "state": said(lambda: check_context_parallel(make("qwen3_5"), context, CPU)),
         "mixes": said(lambda: check_context_parallel(mixing(), context, CPU)),
         "ranks": said(lambda: ContextParallel.of(mesh, 3)),
     }
@@ -109,6 +114,13 @@ def trees() -> MicroBatch:
     ends[stem:fork] = fork
     forked = replace(whole, position=position, previous=previous, subtree_end=ends)
     return micro_batch([forked, *rows(2, seed=1)], range(3))
+
+
+def filling() -> MicroBatch:
+    """What ranks without a row get, in slices of a token."""
+    [[batch]] = pack(rows(1), ranks=2, budget=1000)[1:]
+    assert batch.tokens < 4
+    return batch
 
 
 def three_heads() -> nn.Module:

@@ -42,7 +42,11 @@ class Case:
         return [p for p in (self.hidden, self.weight, self.bias) if p is not None]
 
     def ours(
-        self, elements: int | None = None, shape: LogitTransform = IDENTITY
+        self,
+        elements: int | None = None,
+        shape: LogitTransform = IDENTITY,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         return chunked_logprobs(
             self.hidden,
@@ -52,6 +56,20 @@ class Case:
             self.temperature,
             shape=shape,
             elements=elements,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def check_finite_differences(
+        self, elements: int | None, shape: LogitTransform, *, entropy_gradient: bool
+    ) -> None:
+        def found(hidden: Tensor, weight: Tensor, bias: Tensor) -> Any:
+            self.hidden, self.weight, self.bias = hidden, weight, bias
+            logp, entropy = self.ours(elements, shape, entropy_gradient=entropy_gradient)
+            return (logp, entropy) if entropy_gradient else logp
+
+        # What a second backward multiplies again may differ in the last bit.
+        assert torch.autograd.gradcheck(
+            found, tuple(self.parameters), rtol=1e-6, atol=1e-8, nondet_tol=1e-12
         )
 
     def full(

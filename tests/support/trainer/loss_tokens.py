@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss
+from tracegrad_trainer.losses.diagnostics import (
+    diagnostic_maxima,
+    diagnostic_sums,
+    summarise_diagnostics,
+)
 
 # The symbols of papers, which closed forms in tests use.
 FIELDS = {
@@ -137,6 +142,26 @@ def made(seed: int = 0, *, rows: int = 12, experts: bool = True, spread: float =
     )
 
 
+def slopes(loss: Tensor, given: Tokens) -> list[float]:
+    """Its gradient by log pi."""
+    (found,) = torch.autograd.grad(loss, given.policy_logprobs, retain_graph=True)
+    values: list[float] = found.tolist()
+    return values
+
+
+def metrics_of(settings: ObjectiveSettings, *parts: Tokens, version: int = 4) -> dict[str, float]:
+    """What is logged of a step of this version whose micro-batches these are."""
+    added: dict[str, float] = {}
+    highest: dict[str, float] = {}
+    for one in parts:
+        done = compute_loss(settings, one)
+        for name, value in diagnostic_sums(one, done, torch.zeros(len(one)), version).items():
+            added[name] = added.get(name, 0.0) + float(value)
+        for name, value in diagnostic_maxima(one, done, version).items():
+            highest[name] = max(highest.get(name, 0.0), float(value))
+    return summarise_diagnostics(added, highest)
+
+
 def part(whole: Tokens, rows: Sequence[int]) -> Tokens:
     """The tokens of some rows, as a micro-batch has them: numbered from 0, sizes of the whole step.
 
@@ -155,6 +180,16 @@ def part(whole: Tokens, rows: Sequence[int]) -> Tokens:
         if field.name not in changed and isinstance(value, Tensor) and value.ndim:
             changed[field.name] = value[here]
     return replace(whole, **changed)
+
+
+def dealt(given: Tokens, ways: Sequence[int]) -> list[list[int]]:
+    """The rows in micro-batches as `ways` says, those of a pair together."""
+    found: dict[int, list[int]] = {}
+    for row in range(given.rows):
+        number = int(given.pair[row])
+        way = ways[(number if number >= 0 else row) % len(ways)]
+        found.setdefault(way, []).append(row)
+    return list(found.values())
 
 
 def micro_batches(

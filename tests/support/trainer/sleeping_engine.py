@@ -49,6 +49,9 @@ class SleepingEngine:
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.do_POST()
+
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length") or 0))
                 status, answer = engine.answer(self.path, json.loads(body or "{}"))
@@ -69,10 +72,19 @@ class SleepingEngine:
         self.calls: list[str] = []
         self.at: list[float] = []  # when each came
         self.bodies: list[dict[str, Any]] = []
+        self.loaded: list[float] = []  # the weight in each update that was taken
         self.refuse: Callable[[int, str], bool] = lambda number, path: False
         self.wrong: list[str] = []
         self.weights = {0: MODEL_FOLDER, -1: MODEL_FOLDER}  # of each version
         self.lock = Lock()
+
+    def refuse_once(self, call: str) -> None:
+        left = [call]
+        self.refuse = lambda number, path: path in left and left.remove(path) is None
+
+    def sent(self, path: str) -> list[dict[str, Any]]:
+        """The bodies of all calls of a path."""
+        return [body for call, body in zip(self.calls, self.bodies, strict=True) if call == path]
 
     def close(self) -> None:
         self.server.shutdown()
@@ -88,12 +100,12 @@ class SleepingEngine:
             try:
                 if self.refuse(len(self.calls) - 1, shown):
                     raise Refused("not today")
-                getattr(self, path.removeprefix("/").replace("/", "_"))(query, body)
+                found = getattr(self, path.removeprefix("/").replace("/", "_"))(query, body)
             except Refused as error:
                 return 500, json.dumps({"error": {"message": str(error)}}).encode()
             finally:
                 self.check(shown)
-        return 200, b"{}"
+        return 200, json.dumps(found or {}).encode()
 
     def check(self, call: str) -> None:
         state = self.state
@@ -151,6 +163,7 @@ class SleepingEngine:
             self.state.updating = False
             raise Refused("paths: the update names no files")
         self.state.incoming += [load_file(path)["w"].item() for path in paths]
+        self.loaded += self.state.incoming[-len(paths) :]
 
     def finish_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
         self.state.updating = False

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
@@ -19,6 +20,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -26,6 +29,7 @@ from transformers import (
     OlmoeConfig,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -41,8 +45,10 @@ VOCABULARY = 61
 WINDOW = 7
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_STATE = ["linear_attention", "full_attention"]
 _MIXED = ["sliding_attention", "full_attention"]
 _MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
+_MAMBA: dict[str, Any] = {"mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
 
 
 def _of(kind: type, **changes: Any) -> Callable[[], Any]:
@@ -125,13 +131,38 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_local_experts=6,
         num_experts_per_tok=2,
     ),
+    # Layers that carry a state along a row, beside those with attention: gated delta rules, short
+    # convolutions, Mamba 2 in front of experts, and Mamba 2 with attention in the same layer.
+    "qwen3_5": _of(
+        Qwen3_5TextConfig,
+        head_dim=8,
+        layer_types=_STATE,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    ),
+    "lfm2": _of(Lfm2Config, layer_types=["conv", "full_attention"]),
+    "granite_hybrid": _of(
+        GraniteMoeHybridConfig,
+        layer_types=_STATE,
+        mamba_n_heads=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=16,
+        **_MAMBA,
+    ),
+    "falcon_h1": _of(FalconH1Config, mamba_d_ssm=32, mamba_n_heads=4, **_MAMBA),
 }
+RECURRENT = ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]
 MIXTURES = ["mixtral", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss"]
 # Attentions with which a model would not be exact, and what is said of them.
 REFUSED = {
     ("gemma2", "sdpa"): "caps attention scores",
     ("gpt_oss", "sdpa"): "does not support an attention implementation",
     ("gpt_oss", "eager"): "rows of a pack see each other",
+    ("granite_hybrid", "sdpa"): "rows of a pack see each other",
+    ("granite_hybrid", "eager"): "rows of a pack see each other",
 }
 
 

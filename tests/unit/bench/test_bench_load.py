@@ -81,23 +81,19 @@ async def test_the_engine_keeps_the_pace_it_is_told() -> None:
     assert stream.good[0].events == 6
 
 
-async def test_an_answer_that_is_no_200_is_an_error() -> None:
-    async with says(text(b"503 Service Unavailable", b'{"content": "words"}')) as port:
-        measured = await measure(port, some(3))
-    assert measured.errors == ["status 503"] * 3
+@pytest.mark.parametrize(
+    ("status", "body", "error"),
+    [
+        (b"503 Service Unavailable", b'{"content": "words"}', "status 503"),
+        (b"200 OK", b'{"content": ""}', "an answer without words"),
+        (b"200 OK", b'data: {"content":"words"}\n\n', "a stream without [DONE]"),
+    ],
+)
+async def test_what_is_no_whole_answer_is_an_error(status: bytes, body: bytes, error: str) -> None:
+    async with says(text(status, body)) as port:
+        measured = await measure(port, some(2, stream=body.startswith(b"data:")))
+    assert measured.errors == [error] * 2
     assert measured.calls == 0
-
-
-async def test_an_answer_without_words_is_an_error() -> None:
-    async with says(text(b"200 OK", b'{"content": ""}')) as port:
-        measured = await measure(port, some(2))
-    assert measured.errors == ["an answer without words"] * 2
-
-
-async def test_a_stream_that_is_cut_off_is_an_error() -> None:
-    async with says(text(b"200 OK", b'data: {"content":"words"}\n\n')) as port:
-        measured = await measure(port, some(1, stream=True))
-    assert measured.errors == ["a stream without [DONE]"]
 
 
 async def test_a_connection_that_breaks_is_an_error_and_ends_its_caller() -> None:

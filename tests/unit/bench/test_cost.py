@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,6 @@ def test_shapes_are_the_models(shapes: Shapes) -> None:
     """Qwen3-0.6B: 596 million weights, 440 of them in its blocks."""
     assert shapes.parameters == pytest.approx(596e6, rel=0.01)
     assert shapes.blocks * shapes.block == pytest.approx(440e6, rel=0.01)
-    assert shapes.tied == 151_936 * 1024
     assert shapes.served == 2 * shapes.parameters
     # 6 a weight of the body and of the head, which is the embedding.
     assert shapes.token == pytest.approx(6 * 596e6, rel=0.01)
@@ -53,6 +53,15 @@ def test_a_step_takes_its_operations_or_its_transfers(shapes: Shapes) -> None:
     assert longer.tokens_per_s < one.tokens_per_s, "attention grows with the square"
 
 
+def test_between_nodes_all_gpus_of_a_node_share_the_traffic() -> None:
+    """NCCL's bus bandwidth of 8 GPUs with 400 Gb/s each is near NVLink's, not an eighth of it."""
+    assert H100.collective(8) == H100.link
+    assert H100.collective(64) == 8 * H100.network < H100.link
+    slow = replace(H100, network=1e9)
+    assert slow.collective(64) == 8e9
+    assert replace(H100, network=H100.link).collective(64) == H100.link
+
+
 def test_memory_is_the_trainers_own_estimate() -> None:
     with torch.device("meta"):
         model = random_model(LARGE, "sdpa")
@@ -64,11 +73,11 @@ def test_memory_is_the_trainers_own_estimate() -> None:
 
 def test_transfers_are_bytes_over_bandwidths(shapes: Shapes) -> None:
     push = push_seconds(shapes, H100, gpus=8)
-    assert push["write"] == pytest.approx(2 * shapes.parameters / 8e9)
+    assert push["write"] == pytest.approx(2 * shapes.parameters / H100.shared_memory)
     assert push_seconds(shapes, H100, gpus=1)["gather"] == 0
     assert push_seconds(shapes, H100, gpus=64)["gather"] > push["gather"]
     one, many = (checkpoint_seconds(shapes, H100, gpus=n) for n in (8, 64))
-    saved = 12 * shapes.parameters + 4 * shapes.tied
+    saved = 12 * shapes.parameters
     assert one["write"] == pytest.approx(saved / 5e9)
     assert many["write"] == pytest.approx(one["write"] / 8)
     assert interval_for(shapes, H100, gpus=8, step_s=one["write"] / 2.5) == 3

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from bench.gpu_check import __main__ as program
-from bench.gpu_check import checkpoints, kernels, memory, models, parity, profile, resume, speed
+from bench.gpu_check import (
+    checkpoints,
+    collectives,
+    kernels,
+    memory,
+    models,
+    parity,
+    profile,
+    resume,
+    serving,
+    speed,
+)
 from bench.gpu_check.check import Check, Finding, Machine
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 CPU = torch.device("cpu")
 
@@ -74,6 +89,27 @@ def test_what_does_not_fit_is_a_row(machine: Machine, monkeypatch: pytest.Monkey
     assert found.verdict == "wrong"
 
 
+def test_only_steps_are_timed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what frees the memory afterwards; and what a run left behind is freed before the next."""
+    clock = [0.0]
+    order: list[str] = []
+
+    def collect() -> int:
+        order.append("collect")
+        clock[0] += 100
+        return 0
+
+    def step() -> None:
+        order.append("step")
+        clock[0] += 1
+
+    monkeypatch.setattr(speed.gc, "collect", collect)
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
+    run = speed._measured("a run", lambda: step, 10, 1.0, machine)
+    assert run.tokens_per_s == 10
+    assert order == ["collect"] + ["step"] * (1 + speed.STEPS)
+
+
 @pytest.mark.parametrize(("size", "billions"), [(models.LARGE, 0.596), (models.LARGER, 1.72)])
 def test_operations_are_those_of_a_model_of_that_size(size: models.Size, billions: float) -> None:
     """6 a parameter and token of the body, 6 of the head, and attention on top."""
@@ -108,6 +144,53 @@ def test_a_profile_names_what_takes_the_time(machine: Machine) -> None:
     assert any("mm" in row[0] for row in found.rows)
     trace = json.loads((machine.folder / "step.json").read_text())
     assert trace["traceEvents"]
+
+
+def test_a_kernels_time_counts_once() -> None:
+    """torch gives it to the kernel, to the operator that started it, and to ranges around it."""
+
+    def event(key: str, kind: DeviceType, micros: int, *, named: bool = False) -> Any:
+        return SimpleNamespace(
+            key=key, device_type=kind, self_device_time_total=micros, is_user_annotation=named
+        )
+
+    events = [
+        event("aten::mm", DeviceType.CPU, 100),
+        event("sm90_xmma_gemm", DeviceType.CUDA, 100),
+        event("Optimizer.step", DeviceType.CUDA, 100, named=True),
+    ]
+    assert [one.key for one in profile._at_work(events, on_gpu=True)] == ["sm90_xmma_gemm"]
+    assert len(profile._at_work(events, on_gpu=False)) == 3
+
+
+def test_each_dtype_is_judged_by_itself() -> None:
+    def rows(dtype: str, right: str = "within", stale: str = "refused") -> list[list[str]]:
+        pushes = (("right", right), ("right", "within"), ("first block stale", stale))
+        return [[dtype, push, "", "", "", verdict] for push, verdict in pushes]
+
+    asked = ["bfloat16", "fp8"]
+    assert serving.judge_precision(asked, rows("bfloat16") + rows("fp8")).verdict == "right"
+    refused = serving.judge_precision(asked, rows("bfloat16", right="refused") + rows("fp8"))
+    assert (refused.verdict, refused.said[-14:]) == ("wrong", ", not bfloat16")
+    stale = rows("bfloat16", stale="within") + rows("fp8")
+    assert serving.judge_precision(asked, stale).verdict == "wrong"
+    silent = [*rows("bfloat16"), ["fp8", "does not start: no kernel", "", "", "", ""]]
+    assert serving.judge_precision(asked, silent).verdict == "wrong"
+
+
+def test_an_exported_row_is_held_against_itself(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever order a batch puts its rows in."""
+    monkeypatch.setattr(checkpoints, "TINY", replace(models.TINY, rows=(10, 40)))
+    assert checkpoints.check_export(machine).verdict == "right"
+
+
+@pytest.mark.slow  # torchrun
+def test_collectives_are_right_on_two_ranks(machine: Machine) -> None:
+    found = collectives.check(machine)
+    assert (found.verdict, found.said) == ("right", "2 ranks")
+    assert {row[1] for row in found.rows} == {"0e+00"}
 
 
 def test_a_checkpoint_and_an_export_come_back(machine: Machine) -> None:
@@ -174,6 +257,24 @@ def test_it_goes_on_where_it_stopped(
         assert line in page
     assert run(tmp_path, "--again", "--only", "third") == 1
     assert checks[3:] == ["third"]
+
+
+def test_the_page_that_is_written_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "commit", lambda: "commit 1234567, with changes")
+
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    page = tmp_path / program.PAGE
+    page.parent.mkdir()
+    page.write_text("what was seen")
+    assert program._code() == "commit 1234567"
+    (tmp_path / "code.py").write_text("")
+    assert program._code() == "commit 1234567, with changes"
 
 
 def test_what_another_commit_found_does_not_count(

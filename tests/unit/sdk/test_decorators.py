@@ -83,6 +83,21 @@ def test_the_first_finish_stands(proxy: FakeProxy) -> None:
     assert proxy.ends() == [("budget", "20 turns")]
 
 
+def test_a_reward_says_why_and_is_taken_back(proxy: FakeProxy) -> None:
+    with rollout() as r:
+        reward(0.5, comment="half of it")
+        r.reward(1.0, turn=0, comment="x" * 20_000)
+        r.withdraw_reward()
+        with pytest.raises(ValueError, match="turn: expected an integer"):
+            r.withdraw_reward(turn="last")  # type: ignore[arg-type]
+    given = proxy.events("reward")
+    placed = [(each["value"], each["turn"]) for each in given]
+    assert placed == [(0.5, None), (1.0, 0), (None, None)]
+    assert given[0]["comment"] == "half of it"
+    assert 9_000 < len(given[1]["comment"]) <= 10_000
+    assert "comment" not in given[2], "proxies of before refuse what they do not know"
+
+
 def test_a_late_reward_still_counts(proxy: FakeProxy) -> None:
     with rollout() as r:
         pass

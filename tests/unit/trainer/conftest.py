@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As much of a model folder as settings look at."""
+    folder = tmp_path_factory.mktemp("bare") / "model"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from tracegrad_trainer.batches.turn_access import (
     as_int_array,
     is_demonstration,
     length_of,
-    oldest_version,
     temperature_of,
 )
+from tracegrad_trainer.batches.version_scale import VersionScale
 from tracegrad_trainer.losses.advantages import RolloutRewards
 
 EQUAL_REWARD = "equal_reward"
@@ -34,7 +34,7 @@ SAMPLING_REASONS = frozenset(
 def turn_reason(
     turn: Turn,
     settings: BatchSettings,
-    current_version: int,
+    versions: VersionScale,
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> str | None:
@@ -59,10 +59,7 @@ def turn_reason(
             return "non_finite"
         if any(version in failed_versions for version, _ in turn.policy_versions):
             return "failed_push"
-        if (
-            settings.max_staleness is not None
-            and current_version - oldest_version(turn) > settings.max_staleness
-        ):
+        if settings.max_staleness is not None and versions.lag(turn) > settings.max_staleness:
             return "stale"
     if settings.drop_truncated and turn.finish_reason == "length":
         return "truncated"
@@ -77,7 +74,7 @@ def reasons_of(
     settings: BatchSettings,
     *,
     equal_reward: bool,
-    current_version: int,
+    versions: VersionScale,
     too_long: str | None = None,
     imitated: Collection[str] = (),
     failed_versions: Collection[int] = (),
@@ -97,7 +94,7 @@ def reasons_of(
     digests = tree.digests if settings.drop_repeated else None
     seen: set[TokenDigests] = set()
     for i, turn in enumerate(tree.turns):
-        reason = turn_reason(turn, settings, current_version, failed_versions, vocabulary)
+        reason = turn_reason(turn, settings, versions, failed_versions, vocabulary)
         if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
             reason = whole
         if reason is None and too_long is not None and not is_demonstration(turn):
@@ -164,14 +161,12 @@ def length_reason(
 
 
 def staleness_weights(
-    rollout: RolloutLike, settings: BatchSettings, current_version: int
+    rollout: RolloutLike, settings: BatchSettings, versions: VersionScale
 ) -> NDArray[np.float64]:
     """What each turn's advantage is multiplied by. A turn that weights changed under is as old
     as its oldest token, so that its tokens keep one advantage."""
     lags = [
-        0
-        if is_demonstration(turn) or not turn.policy_versions
-        else current_version - oldest_version(turn)
+        0 if is_demonstration(turn) or not turn.policy_versions else versions.lag(turn)
         for turn in rollout.turns
     ]
     return np.asarray(settings.stale_decay ** np.maximum(lags, 0).astype(np.float64))

@@ -25,6 +25,7 @@ from tracegrad_trainer.batches.stats import (
     reward_stats,
     routing_stats,
     row_stats,
+    stale_stats,
     state_stats,
     turn_stats,
 )
@@ -36,6 +37,7 @@ from tracegrad_trainer.batches.turn_access import (
     state_before,
     turn_rewards,
 )
+from tracegrad_trainer.batches.version_scale import SkippedVersions, VersionScale
 from tracegrad_trainer.losses.advantages import RolloutRewards
 
 # An advantage this small is nothing but the rounding of a mean.
@@ -89,6 +91,7 @@ def select(
     advantages: AdvantageFunction,
     current_version: int,
     failed_versions: Collection[int] = (),
+    skipped_versions: SkippedVersions = (),
     vocabulary: int | None = None,
     routing: RoutingLayout | None = None,
 ) -> TrainingSelection:
@@ -103,6 +106,7 @@ def select(
             predicate failed; a turn's expert routing is another model's.
     """
     _refuse_twice(groups)
+    versions = VersionScale(current_version, skipped_versions)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
     rewards = _rewards(rollouts)
@@ -129,17 +133,17 @@ def select(
             too_long=length_reason(given, settings, value),
             # Demonstrated turns that the policy is drawn towards.
             imitated={tree.turns[i].turn_id for i in given.demonstrations if value[i] > _ROUNDING},
-            current_version=current_version,
+            versions=versions,
             failed_versions=failed_versions,
             vocabulary=vocabulary,
         )
         skipped |= reasons
         if settings.stale == "weight":
-            value = value * staleness_weights(rollout, settings, current_version)
+            value = value * staleness_weights(rollout, settings, versions)
         source = RowSource(rollout, tree, given.task, value, reasons, routing)
         new, not_shared = _rows(source, settings)
         sources.append(source)
-        rows += new
+        rows += versions.placed(new)
         too_long += not_shared
     trained = [turn_id for row in rows for turn_id in row.kept_turn_ids]
     learnt = {
@@ -159,6 +163,7 @@ def select(
             "groups_trained": float(len(learnt)),
             **advantage_stats(advantage),
             **turn_stats(len(turns), skipped),
+            **stale_stats(turns, skipped),
             **state_stats(turns),
             **row_stats(rows),
             **({} if routing is None else routing_stats(rows)),

@@ -46,6 +46,16 @@ def turn_stats(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
     }
 
 
+def stale_stats(turns: Sequence[Turn], skipped: Mapping[str, str]) -> dict[str, float]:
+    """`stale_token_share`: of the sampled tokens, those that are too old to be trained."""
+    sampled = [turn for turn in turns if not is_demonstration(turn)]
+    tokens = sum(len(turn.completion_token_ids) for turn in sampled)
+    stale = sum(
+        len(turn.completion_token_ids) for turn in sampled if skipped.get(turn.turn_id) == "stale"
+    )
+    return {"stale_token_share": stale / tokens if tokens else 0.0}
+
+
 def state_stats(turns: Sequence[Turn]) -> dict[str, float]:
     """By what the state is known that each sampled turn began in."""
     sampled = [turn for turn in turns if not is_demonstration(turn)]

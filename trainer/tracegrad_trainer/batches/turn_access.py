@@ -57,10 +57,6 @@ def length_of(turn: Turn) -> int:
     return len(turn.prompt_token_ids) + len(turn.completion_token_ids)
 
 
-def oldest_version(turn: Turn) -> int:
-    return min(version for version, _ in turn.policy_versions)
-
-
 def turn_rewards(rollout: RolloutLike) -> Mapping[int, float]:
     given: Mapping[int, float] = getattr(rollout, "turn_rewards", {})
     return given

@@ -93,22 +93,26 @@ def status(
     ),
     store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="again every second, until Ctrl-C")
+    ] = False,
 ) -> None:
     """What goes on and what happened: versions, steps, turns, reasons."""
     from tracegrad.store import Store, StoreError
     from tracegrad_trainer.cli import render_status
     from tracegrad_trainer.cli import status as reading
-    from tracegrad_trainer.utils.console import print_json, print_report
+
+    def read() -> reading.RunStatus:
+        return reading.collect_status(opened, state_dir, resolved=_resolved(state_dir))
 
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
-            found = reading.collect_status(opened, state_dir, resolved=_resolved(state_dir))
+            if watch:
+                render_status.watch_status(read, Console(), as_json=as_json)
+            else:
+                render_status.print_status(read(), Console(), as_json=as_json)
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
-    if as_json:
-        print_json(found.as_json())
-    else:
-        print_report(render_status.render_status(found), Console())
 
 
 @app.command()

@@ -20,6 +20,7 @@ from tracegrad_trainer.engine import CheckpointError, build_model, list_checkpoi
 from tracegrad_trainer.engine.checkpoint.hf_export import copy_tokenizer_files
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, may_exist
 from tracegrad_trainer.engine.checkpoint.save_load import load_weights
+from tracegrad_trainer.engine.checkpoint.untrained_parts import add_untrained_parts
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.launch.session import check_output_dir
 from tracegrad_trainer.rl.committed_checkpoint import (
@@ -169,9 +170,10 @@ def _write_whole(
     model: Any, companions: Path, out: Path, dtype: torch.dtype, shard_size: str
 ) -> None:
     """transformers' own writer: it splits the weights, and gives a mixture's experts the names
-    that they have in files."""
+    that they have in files. What is not trained comes from the model's own folder."""
     model.to(dtype)
     model.config.dtype = dtype
     with replacing_folder(out) as partial:
         model.save_pretrained(partial, max_shard_size=shard_size)
         copy_tokenizer_files(companions, partial)
+        add_untrained_parts(companions, partial, dtype)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
+from time import sleep
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.text import Text
 
 from tracegrad.events import Json
@@ -12,7 +15,12 @@ from tracegrad.store import StepRecord
 from tracegrad.text_format import format_age, format_count
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
-from tracegrad_trainer.utils.console import PlainTable, plain_table
+from tracegrad_trainer.utils.console import (
+    PlainTable,
+    plain_table,
+    print_json,
+    print_report,
+)
 
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
@@ -57,6 +65,28 @@ def format_time_shares(seconds: Mapping[str, float]) -> str:
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {value / total:.0%}" for name, value in ordered)
     return f"{total:.1f} s ({text})"
+
+
+def print_status(status: RunStatus, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        print_json(status.as_json())
+    else:
+        print_report(render_status(status), console)
+
+
+def watch_status(
+    read: Callable[[], RunStatus], console: Console, *, as_json: bool, every_s: float = 1.0
+) -> None:
+    """Until Ctrl-C: on a terminal in place, else one below the other."""
+    with contextlib.suppress(KeyboardInterrupt):
+        if as_json or not console.is_terminal:
+            while True:
+                print_status(read(), console, as_json=as_json)
+                sleep(every_s)
+        with Live(render_status(read()), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                sleep(every_s)
+                live.update(render_status(read()), refresh=True)
 
 
 def render_status(status: RunStatus) -> RenderableType:
@@ -116,6 +146,9 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"
     shown.add_row("policy version", version)
+    if status.push is not None and status.push["paused_s"] is not None:
+        took, paused = status.push["seconds"], status.push["paused_s"]
+        shown.add_row("last push", f"{took:.2f} s, of it {paused:.2f} s without a token")
     if status.push is not None and (gap := status.push["gap"]):
         sizes = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
         shown.add_row("gap after push", f"{sizes} (nats, served against trained){_bounds(gap)}")
@@ -126,7 +159,10 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.pending_steps:
         first, last = status.pending_steps[0], status.pending_steps[-1]
         which = f"step {first}" if first == last else f"steps {first} to {last}"
-        shown.add_row("not committed", f"{which}: made, and waiting for a checkpoint")
+        what = "made, and waiting for a checkpoint"
+        if status.stage == "stopped":
+            what = "lost with the run; the next one trains their turns again"
+        shown.add_row("not committed", f"{which}: {what}")
     if status.late_rewards:
         late = status.late_rewards
         count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")

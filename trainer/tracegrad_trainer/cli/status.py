@@ -37,7 +37,7 @@ class RunStatus:
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
     failed_versions: list[int]
-    pending_steps: list[int]  # made, and in no checkpoint that is whole: not committed
+    pending_steps: list[int]  # made, and not committed; where nothing runs, lost with the run
     turns_captured: int
     turns_trained: int
     not_trained: dict[str, int]  # reason -> turns
@@ -48,7 +48,7 @@ class RunStatus:
     success: dict[str, Json]  # by tag `split`: mean, error, rollouts
     seconds: dict[str, float]  # by stage, of the last `seconds_steps` steps
     seconds_steps: int
-    push: Json | None  # the last push that served: version, gap
+    push: Json | None  # the last push that served: version, seconds, paused_s, gap
 
     def as_json(self) -> Json:
         return asdict(self)
@@ -100,7 +100,7 @@ def collect_status(
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),
-        pending_steps=ranks.get("pending", []) if running else [],
+        pending_steps=_pending(ranks, recent[-1].step if recent else 0),
         turns_captured=counts.captured,
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},
@@ -113,6 +113,11 @@ def collect_status(
         seconds_steps=len(recent),
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _pending(ranks: Json, committed: int) -> list[int]:
+    """A rank that is killed between a commit and its note of it has noted too many."""
+    return [step for step in ranks.get("pending", []) if step > committed]
 
 
 def _waiting_for(
@@ -152,11 +157,17 @@ def _removed(store: Store) -> Json:
 
 
 def _push(events: list[PolicyVersion]) -> Json | None:
-    """How far served and trained log-probabilities were apart after it."""
+    """How long it took, and how far served and trained log-probabilities were apart after it."""
     served = [event for event in events if event.state == "serving"]
     if not served:
         return None
-    return {"version": served[-1].version, "gap": served[-1].detail.get("gap")}
+    detail = served[-1].detail
+    return {
+        "version": served[-1].version,
+        "seconds": sum(detail.get("seconds", {}).values()),
+        "paused_s": detail.get("paused_s"),
+        "gap": detail.get("gap"),
+    }
 
 
 def _success(store: Store, history: StepHistory) -> dict[str, Json]:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import SettingsConfigDict
 
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
-from tracegrad.events import Json
+from tracegrad.events import MAX_REWARD, Json
 from tracegrad.proxy.config import ProxySettings, SecretUrl
 from tracegrad.settings_sources import (
     FileSettings,
@@ -101,6 +101,22 @@ class DataSettings(BaseModel):
     )
 
 
+class RewardSettings(BaseModel):
+    """What rollouts are worth that nobody rewarded."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    agent_error: float | None = Field(
+        None,
+        ge=-MAX_REWARD,
+        le=MAX_REWARD,
+        allow_inf_nan=False,
+        description="reward of a rollout that ended with agent_error and that nobody rewarded,"
+        " data.incomplete_after_s after its end; left out: its reward is unknown, and it is not"
+        " trained",
+    )
+
+
 class PushSettings(BaseModel):
     """The weight push and the check of what is served after it."""
 
@@ -112,7 +128,13 @@ class PushSettings(BaseModel):
     folder: Path | None = Field(
         None,
         description="where weights go as files, two versions of them, in the dtype that is served;"
-        " vLLM must see it too; default: /dev/shm if they have room there, else TMPDIR or /tmp",
+        " vLLM must see it too, where push.transport is files; default: /dev/shm if they have"
+        " room there, else TMPDIR or /tmp",
+    )
+    transport: Literal["files", "gloo", "nccl"] = Field(
+        "files",
+        description="how weights reach vLLM: as files that it sees (push.folder), or broadcast to"
+        " it by torch.distributed, over TCP (gloo) or from GPU to GPU (nccl)",
     )
     lora: Literal["auto", "adapter", "merged"] = Field(
         "auto",
@@ -181,6 +203,7 @@ class TrainerSettings(FileSettings):
     optim: OptimSettings = OptimSettings()
     fsdp: FsdpSettings = FsdpSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    rewards: RewardSettings = RewardSettings()
     push: PushSettings = PushSettings()
     metrics: MetricsSettings = MetricsSettings()
 
@@ -331,6 +354,21 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _engine_takes_transport(self) -> Self:
+        transport = self.push.transport
+        if transport != "files" and self.gpus.share:
+            raise ValueError(
+                f"push.transport = {transport!r}: with gpus.share vLLM sleeps, and is woken with"
+                " files; set push.transport = 'files'"
+            )
+        if transport == "nccl" and self.vllm.on_cpu:
+            raise ValueError(
+                "push.transport = 'nccl' goes from GPU to GPU, and vLLM serves on a CPU; set"
+                " push.transport = 'gloo', or 'files'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_serves_adapter(self) -> Self:
         reason = merged_reason(self)
         if self.push.lora == "adapter" and reason is not None:
@@ -420,6 +458,8 @@ def merged_reason(settings: TrainerSettings) -> str | None:
     """Why a push carries the model's whole weights; None: it carries an adapter."""
     if settings.push.lora == "merged":
         return "push.lora = 'merged'"
+    if settings.fsdp.lora is not None and settings.push.transport != "files":
+        return f"push.transport = {settings.push.transport!r} carries whole weights"
     return why_not_served(
         settings.model,
         settings.fsdp.lora,

@@ -202,8 +202,7 @@ class VllmSettings(BaseModel):
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
         options: dict[str, object | None] = {
             "model": self.model,
-            # The adapter has the name of calls, which vLLM gives only once.
-            "served-model-name": self.served_model_name + ("-base" if self.adapter else ""),
+            "served-model-name": self.base_model_name,
             **(
                 {"uds": self.socket}
                 if self.port is None
@@ -247,15 +246,24 @@ class VllmSettings(BaseModel):
         """What takes a push in vLLM's workers: whole weights, or an adapter."""
         return ADAPTER_TRANSFER_BACKEND if self.adapter else WEIGHT_TRANSFER_BACKEND
 
+    @property
+    def base_model_name(self) -> str:
+        """Of the weights: an adapter has the name of calls, which vLLM gives only once."""
+        return self.served_model_name + ("-base" if self.adapter else "")
+
+    @property
+    def largest_adapter_rank(self) -> int:
+        """That vLLM reserves memory for."""
+        return next(rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank)
+
     def _adapter_flags(self) -> list[str]:
         if self.adapter is None:
             return []
-        most = next(rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank)
         module = {"name": self.served_model_name, "path": str(self.adapter)}
         return [
             "--enable-lora",
             *("--max-loras", "1"),
-            *("--max-lora-rank", str(most)),
+            *("--max-lora-rank", str(self.largest_adapter_rank)),
             *("--lora-modules", json.dumps(module)),
         ]
 

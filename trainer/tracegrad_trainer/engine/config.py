@@ -11,8 +11,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # each product of many tensors. Steps record which one they took.
 AdamwImplementation = Literal["fused", "foreach"]
 ADAMW: AdamwImplementation = "fused"
-# A bfloat16 has 8 bits: what should shrink by less than half of its last one stays as it is.
-_SLOWEST_BFLOAT16 = 1 - 2**-8
 
 
 class LoraSettings(BaseModel):
@@ -218,12 +216,6 @@ class OptimSettings(BaseModel):
     def _agree(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"optim.betas = {self.betas}: each must be at least 0 and below 1")
-        if self.moments == "bfloat16" and max(self.betas) > _SLOWEST_BFLOAT16:
-            raise ValueError(
-                f"optim.moments = 'bfloat16' with optim.betas = {self.betas}: rounded so, a moment"
-                " that decays by less than 1/256 a step would not decay at all; set betas below"
-                " 0.996, or moments to 'float32'"
-            )
         if self.schedule == "constant":
             if self.decay_steps is not None:
                 raise ValueError(
@@ -266,7 +258,8 @@ class CheckpointSettings(BaseModel):
     stop_timeout_s: float = Field(
         600.0,
         gt=0,
-        description="on Ctrl-C or SIGTERM, for the checkpoint of the steps that none has yet",
+        description="on Ctrl-C or SIGTERM, for the step under way and the checkpoint of those that"
+        " none has yet",
     )
     keep: int = Field(3, ge=1, description="the newest that stay")
     keep_every: int | None = Field(

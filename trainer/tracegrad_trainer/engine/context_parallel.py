@@ -155,7 +155,10 @@ class ContextParallelAttention:
         each = math.ceil(tokens / ranks)
         filled = F.pad(x[0], (0, 0, 0, 0, 0, each * ranks - tokens))
         by_heads = self._exchange(filled.reshape(ranks, each, heads, width))
-        return by_heads.transpose(0, 1).reshape(1, each, ranks * heads, width)
+        whole = by_heads.transpose(0, 1).reshape(1, each, ranks * heads, width)
+        # No view: of a slice of one token torch.compile does not find the strides again. What comes
+        # behind would copy it as well.
+        return whole.clone(memory_format=torch.contiguous_format)
 
     def _exchange(self, x: Float[Tensor, "ranks ..."]) -> Float[Tensor, "ranks ..."]:
         """The i-th part to rank i of the group; the i-th that comes back is from it."""

@@ -6,7 +6,6 @@ No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,13 +44,22 @@ class Peer:
 
     def post(self, path: str, **request: Any) -> None:
         """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
+        self._ask("POST", path, **request)
+
+    def get(self, path: str) -> dict[str, Any]:
+        """A JSON object. Raises as `post`."""
+        answer = self._ask("GET", path).json()
+        return answer if isinstance(answer, dict) else {}
+
+    def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:
-            response = self._client.post(path, **request)
+            response = self._client.request(method, path, **request)
         except httpx.TransportError as error:
             words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
             raise (EngineLostError if self._name == "vLLM" else PushError)(words) from error
         if response.is_error:
             raise PushError(f"{self._name} refused {path}: {_reason(response)}")
+        return response
 
     def close(self) -> None:
         self._client.close()
@@ -84,25 +92,44 @@ class VllmControl:
         has no usable weights."""
         self._peer.post("/wake_up", params={"tags": tag})
 
+    def connect(self) -> None:
+        """Whatever a load needs that takes time; of an engine that runs. Files need nothing."""
+
     def load(self, served: ServedWeights) -> None:
         """Of an engine that is paused. If it fails, the engine has no usable weights."""
         try:
             self._peer.post("/start_weight_update")
+        except EngineLostError:
+            raise  # one that hangs would be waited for three times
         except PushError:
             # A pusher that was killed, or a finish that failed, leaves the update open, and vLLM
             # takes no second one. An update of nothing fails, which ends it.
             with contextlib.suppress(PushError):
-                self._update([])
+                self._update({"paths": []})
             self._peer.post("/start_weight_update")
-        self._update(served.paths)
+        self._send(served)
         version = {"weight_version": str(served.version)}
         self._peer.post("/finish_weight_update", json=version)
 
     def close(self) -> None:
         self._peer.close()
 
-    def _update(self, paths: Sequence[str]) -> None:
-        self._peer.post("/update_weights", json={"update_info": {"paths": list(paths)}})
+    def weight_version(self) -> str:
+        """Set by each `load`; an engine that was started since has that of its start."""
+        return str(self._peer.get("/weight_info").get("weight_version"))
+
+    def world_size(self) -> int:
+        """Workers, with those of data parallelism."""
+        return int(self._peer.get("/get_world_size")["world_size"])
+
+    def join_group(self, info: dict[str, Any]) -> None:
+        self._peer.post("/init_weight_transfer_engine", json={"init_info": info})
+
+    def _send(self, served: ServedWeights) -> None:
+        self._update({"paths": list(served.paths)})
+
+    def _update(self, info: dict[str, Any]) -> None:
+        self._peer.post("/update_weights", json={"update_info": info})
 
 
 class ProxyControl:

@@ -23,12 +23,20 @@ from tracegrad_trainer.inference.control_routes import (
 class EngineGroup:
     """As `VllmControl`, of one engine or more, side by side. An error names the engine."""
 
-    def __init__(self, urls: Sequence[str], timeout_s: float) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        timeout_s: float,
+        control: Callable[[str, float], VllmControl] = VllmControl,
+    ) -> None:
         if not urls:
             raise ValueError("urls: a push needs an engine")
-        self._engines = {url: VllmControl(url, timeout_s) for url in urls}
-        self._lost: set[str] = set()
+        self._engines = {url: control(url, timeout_s) for url in urls}
+        self.lost: set[str] = set()  # those that did not answer, and are asked no more
         self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
+
+    def connect(self) -> None:
+        self._each(lambda engine: engine.connect())
 
     def pause(self) -> None:
         """All of them, or none."""
@@ -54,10 +62,15 @@ class EngineGroup:
         """If it fails, none of them has weights that may be served."""
         self._each(lambda engine: engine.load(served))
 
+    def load_again(self, served: ServedWeights) -> None:
+        """What they served before: an engine that does not take it has nothing to serve, and is
+        lost. Raises EngineLostError."""
+        self._each(lambda engine: _or_lost(engine, served))
+
     @property
     def some_left(self) -> bool:
-        """Whether some engine answers, which are asked alone, after one that did not."""
-        return len(self._lost) < len(self._engines)
+        """Whether some engine answers."""
+        return len(self.lost) < len(self._engines)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -69,7 +82,7 @@ class EngineGroup:
         asked = {
             url: self._threads.submit(ask, engine)
             for url, engine in self._engines.items()
-            if url not in self._lost
+            if url not in self.lost
         }
         failed: dict[str, PushError] = {}
         for url, answer in asked.items():
@@ -78,10 +91,19 @@ class EngineGroup:
             except PushError as error:
                 failed[url] = error
         lost = {url for url, error in failed.items() if isinstance(error, EngineLostError)}
-        self._lost |= lost
+        self.lost |= lost
         if not failed:
             return
         if len(self._engines) == 1:
             raise next(iter(failed.values()))
         words = "; ".join(f"engine {url}: {error}" for url, error in failed.items())
         raise (EngineLostError if lost else PushError)(words) from next(iter(failed.values()))
+
+
+def _or_lost(engine: VllmControl, served: ServedWeights) -> None:
+    try:
+        engine.load(served)
+    except EngineLostError:
+        raise
+    except PushError as error:
+        raise EngineLostError(str(error)) from error

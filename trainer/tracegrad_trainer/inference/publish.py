@@ -33,6 +33,7 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probes,
 )
+from tracegrad_trainer.inference.weight_broadcast import transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
@@ -61,6 +62,7 @@ class PublishResult:
     def detail(self) -> Json:
         return {
             "seconds": self.report.seconds if self.report else {},
+            "paused_s": self.report.paused_s if self.report else None,
             "bytes": self.report.bytes if self.report else None,
             "carried": self.report.carried if self.report else None,
             "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,
@@ -95,6 +97,7 @@ class WeightPublisher:
                     if settings.gpus.share
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,
+                    transport=transport_of(settings.push.transport, learner.device),
                 )
             )
 
@@ -235,10 +238,8 @@ class _Probing:
     def __call__(self) -> None:
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
-        samples = [
-            sample
-            for url in settings.engine_urls
-            for sample in sample_probes(
+        by_engine = {
+            url: sample_probes(
                 url,
                 self.prompts,
                 tokens=settings.push.probe_tokens,
@@ -246,16 +247,29 @@ class _Probing:
                 key=engine_key.get_secret_value() if engine_key else None,
                 timeout=settings.push.timeout_s,
             )
-        ]
+            for url in settings.engine_urls
+        }
         self.shared = True
+        samples = [sample for some in by_engine.values() for sample in some]
         _share(samples)
-        trained = self.publisher.trained_logprobs(samples)
-        served = [value for sample in samples for value in sample.logprobs]
+        trained = iter(self.publisher.trained_logprobs(samples))
+        gaps: list[float] = []
+        for url, some in by_engine.items():
+            served = [value for sample in some for value in sample.logprobs]
+            expected = list(islice(trained, len(served)))
+            gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
+            self._compare(url, served, expected)
+        self.gap = LogprobGap.of(gaps)
+
+    def _compare(self, url: str, served: list[float], trained: list[float]) -> None:
+        """Of one engine: among the right ones' log-probabilities a wrong one's would not show."""
         try:
-            self.gap = compare_logprobs(served, trained, self.publisher.allowed)
+            compare_logprobs(served, trained, self.publisher.allowed)
         except ProbeMismatchError as error:
             self.gap = error.gap
-            raise
+            if len(self.publisher.settings.engine_urls) == 1:
+                raise
+            raise ProbeMismatchError(f"engine {url}: {error}", error.gap) from error
 
 
 def _free_bytes(device: torch.device) -> int | None:

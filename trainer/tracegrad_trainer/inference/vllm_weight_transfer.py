@@ -1,6 +1,7 @@
-"""vLLM's weight-transfer engine `tracegrad_shm`: weights arrive as safetensors files.
+"""vLLM's weight-transfer engine `tracegrad_shm`: weights arrive as safetensors files, or by
+broadcast.
 
-Runs inside a vLLM worker (vLLM 0.32). The files are mapped, not copied; vLLM's layerwise reload
+Runs inside a vLLM worker (vLLM 0.32). Files are mapped, not copied; vLLM's layerwise reload
 puts each tensor where the kernels want it. Two kinds of layers are packed for CPU kernels only at
 the first load and would silently keep (part of) the old weights; they are packed again here:
 output heads whose weight is tied to the embedding, and mixture-of-experts blocks.
@@ -8,9 +9,11 @@ output heads whose weight is tied to the embedding, and mixture-of-experts block
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,17 +36,35 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
+from tracegrad_trainer.inference.transfer_group import (
+    GroupAddress,
+    TransferBackend,
+    TransferError,
+    TransferGroup,
+    join_group,
+)
+from tracegrad_trainer.inference.weight_buckets import TensorSpec, receive
+
 
 @dataclass
 class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing to agree on beforehand: an update names its files."""
+    """Of a group for broadcasts, as `GroupAddress`. Updates that name their files need none."""
+
+    host: str
+    port: int
+    size: int
+    backend: TransferBackend
+    timeout_s: float
 
 
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """`paths`: safetensors files that together hold every weight, under checkpoint names."""
+    """Every weight, under checkpoint names: in the safetensors files `paths`, or in `buckets` that
+    rank 0 broadcasts, one after the other, once all workers have announced `step`."""
 
-    paths: list[str]
+    paths: list[str] = field(default_factory=list)
+    step: str = ""
+    buckets: list[list[list[Any]]] = field(default_factory=list)
 
 
 class SafetensorsWeightTransferEngine(
@@ -53,8 +74,21 @@ class SafetensorsWeightTransferEngine(
     update_info_cls = SafetensorsUpdateInfo
     supports_draft_weight_update = False
 
+    _group: TransferGroup | None = None
+
     def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        pass
+        """Raises TransferError: the group does not come together."""
+        self.shutdown()
+        address = GroupAddress(**asdict(init_info))
+        device = self.device if address.backend == "nccl" else torch.device("cpu")
+        self._group = join_group(address, self._rank, device)
+
+    @property
+    def _rank(self) -> int:
+        """Behind the trainer's, which is 0; across data parallelism, as vLLM's nccl counts."""
+        parallel = self.parallel_config
+        before: int = parallel.data_parallel_index * parallel.world_size
+        return 1 + before + int(parallel.rank)
 
     def start_weight_update(self) -> None:
         # What a failed update had buffered must not be mixed into this one.
@@ -67,23 +101,43 @@ class SafetensorsWeightTransferEngine(
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
-        """Loads the files. Raises before the model is touched if one cannot be read or none is
-        named, and ValueError naming the layers if the files do not hold the whole model."""
-        if not update_info.paths:
+        """Loads them. Raises before the model is touched if a file cannot be read or nothing is
+        named, and ValueError naming the layers if they do not hold the whole model."""
+        if update_info.buckets:
+            self._load(self._received(update_info))
+        elif update_info.paths:
+            with ExitStack() as stack:
+                files = [
+                    stack.enter_context(safe_open(path, framework="pt"))
+                    for path in update_info.paths
+                ]
+                self._load(_read(files))
+        else:
             # All may have come before; it must fail all the same: a pusher ends an update so.
             raise ValueError("paths: the update names no files")
-        with ExitStack() as stack:
-            files = [
-                stack.enter_context(safe_open(path, framework="pt")) for path in update_info.paths
-            ]
-            weights = _Weights(files)
-            try:
-                with disable_mtp_completeness_check():
-                    self.model.load_weights(weights)
-            except Exception as error:
-                raise ValueError(f"{weights.current} does not fit: {error!r}") from error
         if missing := _missing_layers(self.model):
             raise ValueError(f"the update lacks weights of {', '.join(missing[:5])}")
+
+    def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        weights = _Weights(tensors)
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(weights)
+        except TransferError:
+            raise
+        except Exception as error:
+            # Rank 0 and the other workers broadcast to the end: this one must, too.
+            deque(tensors, maxlen=0)
+            raise ValueError(f"{weights.current} does not fit: {error!r}") from error
+
+    def _received(self, update: SafetensorsUpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise TransferError("this worker is in no group; it was started again, perhaps")
+        buckets = [[TensorSpec(*spec) for spec in bucket] for bucket in update.buckets]
+        for spec in chain(*buckets):
+            _ = spec.torch_dtype  # raises before rank 0 is told that this worker takes part
+        self._group.announce(update.step, self._rank)
+        yield from receive(self._group, buckets)
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -91,22 +145,28 @@ class SafetensorsWeightTransferEngine(
             _repack_for_cpu(self.model)
 
     def shutdown(self) -> None:
-        pass
+        if self._group is not None:
+            self._group.close()
+        self._group = None
 
 
 class _Weights:
     """Iterates over (name, tensor); remembers where it is, for error messages."""
 
-    def __init__(self, files: list[Any]) -> None:
-        self._files = files
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = tensors
         self.current = "the first weight"
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for file in self._files:
-            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                tensor = file.get_tensor(name)
-                self.current = f"{name} {tuple(tensor.shape)}"
-                yield name, tensor
+        for name, tensor in self._tensors:
+            self.current = f"{name} {tuple(tensor.shape)}"
+            yield name, tensor
+
+
+def _read(files: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
+            yield name, file.get_tensor(name)
 
 
 def _missing_layers(model: torch.nn.Module) -> list[str]:

@@ -22,6 +22,7 @@ from tracegrad_trainer.inference.control_routes import (
     ProxyControl,
     PushError,
     ServedWeights,
+    VllmControl,
 )
 from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import (
@@ -38,6 +39,7 @@ from tracegrad_trainer.utils.stopwatch import Stopwatch
 logger = logging.getLogger(__name__)
 
 Carried = Literal["weights", "adapter"]
+PAUSED_STAGES = ("pause", "load", "set_version", "resume")
 
 # Seconds after which the proxy lets calls go of a trainer that is gone; the most that it takes.
 HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
@@ -45,7 +47,7 @@ HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds by stage, in order: write, hold, pause, load, set_version, resume, verify,
+    """Seconds by stage, in order: write, (connect,) hold, pause, load, set_version, resume, verify,
     release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
     wake_cache, resume, verify, release; the step that was made meanwhile is in none of them."""
 
@@ -53,6 +55,13 @@ class PushReport:
     seconds: dict[str, float]
     bytes: int  # of the files
     carried: Carried = "weights"
+
+    @property
+    def paused_s(self) -> float | None:
+        """For how long the engine made no token; None where it slept, for all of a step."""
+        if "pause" not in self.seconds:
+            return None
+        return sum(self.seconds[stage] for stage in PAUSED_STAGES)
 
 
 class WeightPusher:
@@ -65,7 +74,8 @@ class WeightPusher:
     or its admin key. With `sleep` the engine does not only pause, it sleeps. `hold_ttl_s`: default
     two minutes, or as long as a request may take. With `adapter`, the content of an
     adapter_config.json, a push is of such an adapter, under peft's names, and `checkpoint` the
-    folder of one.
+    folder of one. `transport`: how the files' tensors reach an engine, of its URL and `timeout_s`;
+    default: it sees the files.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class WeightPusher:
         timeout_s: float = 300.0,
         sleep: SleepSettings | None = None,
         adapter: Json | None = None,
+        transport: Callable[[str, float], VllmControl] = VllmControl,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -92,13 +103,18 @@ class WeightPusher:
         self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
         urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
+        if sleep and transport is not VllmControl:
+            raise ValueError("sleep: what wakes an engine loads it from files")
         if sleep and len(urls) > 1:
             raise ValueError("sleep: only of one engine, whose GPUs the ranks share")
-        self._vllm = EngineGroup(urls, timeout_s)
+        self._vllm = EngineGroup(urls, timeout_s, transport)
+        self._connects = transport is not VllmControl
         if hold_ttl_s is None:
             # Nobody renews the hold of a pause, and a call that it let go would meet a paused
             # engine: its tokens would be of no known version.
-            hold_ttl_s = HOLD_TTL_S if sleep else min(max(HOLD_TTL_S, timeout_s), LONGEST_HOLD_S)
+            # One of several that hangs is waited for, and the others are put back.
+            longest = HOLD_TTL_S + (timeout_s if len(urls) > 1 else 0)
+            hold_ttl_s = HOLD_TTL_S if sleep else min(max(longest, timeout_s), LONGEST_HOLD_S)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
         self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
         if sleep:
@@ -190,6 +206,8 @@ class WeightPusher:
         weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
         """
         try:
+            if self._connects:
+                self._connect(new)
             self.stop_engine()
             watch = self._take_watch()
             try:
@@ -221,6 +239,17 @@ class WeightPusher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _connect(self, new: ServedWeights) -> None:
+        """While calls still come."""
+        try:
+            with self._watch.stage("connect"):
+                self._vllm.connect()
+        except EngineLostError:
+            raise
+        except PushError as error:
+            self._take_watch()
+            raise PushError(f"version {new.version} is not pushed: {error}") from error
 
     def _take_watch(self) -> Stopwatch:
         """With what was measured since the last push."""
@@ -257,8 +286,7 @@ class WeightPusher:
     ) -> None:
         """Loads what was served before, once the engine is `ready`, and goes on with it."""
         if isinstance(cause, EngineLostError):
-            if self._vllm.some_left:
-                self._save_others(watch, ready)
+            self._save_others(watch, ready)
             raise cause
         if not self._served.paths:
             raise EngineLostError(
@@ -267,9 +295,10 @@ class WeightPusher:
             ) from cause
         try:
             ready(self._served, watch)
-            self._vllm.load(self._served)
+            self._vllm.load_again(self._served)
             self._proxy.set_version(self.version)
         except PushError as error:
+            self._save_others(watch, ready)
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
@@ -278,19 +307,26 @@ class WeightPusher:
     def _save_others(
         self, watch: Stopwatch, ready: Callable[[ServedWeights, Stopwatch], None]
     ) -> None:
-        """One engine is lost, and the trainer ends with it: the others serve what they did."""
-        try:
-            ready(self._served, watch)
-            self._vllm.load(self._served)
-            self._proxy.set_version(self.version)
-            self._engine.go_on(self._served, watch)
-        except PushError as error:
-            logger.warning("engines beside the lost one do not go on either: %s", error)
+        """Of several engines one is lost, and the trainer ends with it: the others serve what they
+        did."""
+        while self._vllm.lost and self._vllm.some_left and self._served.paths:
+            known = len(self._vllm.lost)
+            try:
+                ready(self._served, watch)
+                self._vllm.load_again(self._served)
+                self._proxy.set_version(self.version)
+                self._engine.go_on(self._served, watch)
+                return
+            except PushError as error:
+                logger.warning("engines beside the lost one do not go on either: %s", error)
+                if len(self._vllm.lost) == known:
+                    return
 
     def _go_on(self, watch: Stopwatch) -> None:
         try:
             self._engine.go_on(self._served, watch)
         except PushError as error:
+            self._save_others(watch, self._engine.pause_again)
             raise EngineLostError(
                 f"vLLM has its weights, but does not go on, restart it: {error}"
             ) from error

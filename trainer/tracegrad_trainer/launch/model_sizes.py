@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import CPU_KV_BYTES, VllmSettings
+from tracegrad_trainer.engine.checkpoint.untrained_parts import elements_beside
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings
 from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 from tracegrad_trainer.engine.model.memory import estimate_memory, meta_model
@@ -39,7 +41,11 @@ def read_sizes(settings: TrainerSettings, *, gpus: int) -> ModelSizes:
     Raises:
         ValueError: there is no such model.
     """
-    return model_sizes(meta_model(settings.model), settings, gpus=gpus)
+    model = meta_model(settings.model)
+    sizes = model_sizes(model, settings, gpus=gpus)
+    itemsize = _served_itemsize(settings.vllm, gpus > 0 and not settings.vllm.on_cpu)
+    beside = itemsize * elements_beside(settings.model, model)
+    return replace(sizes, served=sizes.served + beside)
 
 
 def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> ModelSizes:

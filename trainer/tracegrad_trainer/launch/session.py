@@ -78,18 +78,24 @@ def open_store(url: SecretUrl) -> Store:
 
 
 def stop_ranks(ranks: ChildProcess, settings: TrainerSettings, say: Callable[[str], None]) -> None:
-    """They end the step under way; where steps have no checkpoint yet, they may take the time for
-    one, and `say` hears of it."""
-    pending: list[int] = (read_state(settings.state_dir, "ranks") or {}).get("pending", [])
+    """They end the step under way and write the checkpoint of the steps that none has, for which
+    they have `checkpoint.stop_timeout_s`; `say` hears of it. A second signal changes nothing."""
+    for each in STOP_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    state = read_state(settings.state_dir, "ranks") or {}
+    pending: list[int] = state.get("pending", [])
     grace_s = RANKS_GRACE_S
-    if pending and ranks.exit_code() is None:
+    if ranks.exit_code() is None and (pending or state.get("stage") == "training"):
         grace_s = max(grace_s, settings.checkpoint.stop_timeout_s)
-    if len(pending) > 1 and ranks.exit_code() is None:
-        say(
-            f"stopping: steps {pending[0]} to {pending[-1]} get their checkpoint first"
-            f" (at most {grace_s:.0f} s)"
-        )
-    ranks.stop(grace_s=grace_s)
+        what = "the step under way ends"
+        if len(pending) > 1:
+            what = f"steps {pending[0]} to {pending[-1]} get their checkpoint"
+        say(f"stopping: {what} first (at most {grace_s:.0f} s)")
+    # Rank 0 tells the others. torch's launcher would kill them all half a minute after a signal.
+    if state.get("alive"):
+        ranks.stop_by(state["pid"], grace_s=grace_s)
+    else:
+        ranks.stop(grace_s=grace_s)
 
 
 def committed_point(store: Store) -> tuple[int, int]:

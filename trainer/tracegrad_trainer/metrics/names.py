@@ -124,6 +124,10 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Staleness": {
         "staleness_mean": Metric("versions", "current version less the token's, mean"),
         "staleness_max": Metric("versions", "current version less the token's, largest"),
+        "stale_token_share": Metric(
+            "share",
+            "of the batch's sampled tokens, too old to be trained (`batches.max_staleness`)",
+        ),
         "tokens_lag_…": Metric("tokens", "that lag so many versions (4: 4 and more)"),
         "difference_lag_…": Metric("nats", "|log old - log mu| of those, mean"),
         "k1_lag_…": Metric("nats", "k1 of those, mean"),
@@ -135,6 +139,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "seconds/…": Metric("s", "by stage: start, wait, train, checkpoint, …", clock=True),
         "push/seconds": Metric("s", "that a push took", clock=True),
         "push/seconds/…": Metric("s", "of it, by stage: write, load, verify, …", clock=True),
+        "push/paused_s": Metric(
+            "s", "of it, that the engine made no token; not where it slept", clock=True
+        ),
         "push/bytes": Metric("bytes", "that a push brought to the engine"),
         "tokens": Metric("tokens", "that all forwards of the step read"),
         "flops": Metric("flop", "of the step, forward and backward"),

@@ -42,6 +42,7 @@ def push_point(version: PolicyVersion) -> MetricPoint:
         "failed": float(version.state == "failed"),
         "seconds": sum(seconds.values()),
         **{f"seconds/{stage}": took for stage, took in seconds.items()},
+        "paused_s": version.detail.get("paused_s"),
         "bytes": version.detail.get("bytes"),
         "gap_mean": gap.get("mean"),
         "gap_p50": gap.get("p50"),

@@ -77,7 +77,7 @@ def load_recorded_step(
     return replace(
         _recorded(history, record, None if before is None else before.folder),
         digest=None if before is None else before.digest,
-        since=tuple(_recorded(history, _step(history, one), None) for one in since),
+        since=tuple(_recorded(history, _step(history, one.step), None) for one in since),
     )
 
 
@@ -105,27 +105,30 @@ def list_candidates(store: Store, state_dir: Path, *, limit: int) -> list[Replay
     """The last `limit` steps, the newest first, and why some cannot be replayed."""
     history = StepHistory(store)
     recorded, steps = history.steps_with_batch(limit), history.steps(limit)
-    trained = history.count_trained([step.step for step in steps])
     found = []
     for step in reversed(steps):
         problem = None if step.step in recorded else "recorded without its batch"
+        since: list[StepRecord] = []
         try:
             if problem is None:
-                weights_before(history, step, state_dir)
+                _, since = weights_before(history, step, state_dir)
         except CheckpointMissing:
             problem = "the checkpoint before it is gone"
         except ReplayError:
             problem = "the checkpoint before it is not the one that was committed"
-        gone = trained_turns(step.metrics) - trained[step.step]
-        if problem is None and gone > 0:
-            problem = f"{gone} of its turns were removed"
+        trained = history.count_trained([one.step for one in (*since, step)])
+        for one in (*since, step):  # those since the checkpoint are trained again first
+            gone = trained_turns(one.metrics) - trained[one.step]
+            if problem is None and gone > 0:
+                whose = "its" if one is step else f"step {one.step}'s"
+                problem = f"{gone} of {whose} turns were removed"
         found.append(ReplayCandidate(step, problem))
     return found
 
 
 def weights_before(
     history: StepHistory, record: StepRecord, state_dir: Path, began_with: int | None = None
-) -> tuple[CommittedCheckpoint | None, list[int]]:
+) -> tuple[CommittedCheckpoint | None, list[StepRecord]]:
     """What the step began with: a checkpoint (None: the model folder), and the steps since that one
     that have none of their own. `began_with`, where it is known: of which step's weights.
 
@@ -143,15 +146,14 @@ def weights_before(
         before = history.with_digest(first.parent_digest)  # it went on from an older checkpoint
     elif not since and before is not None and began_with not in (None, before.step):
         before = history.step(began_with)
-    numbers = [one.step for one in since]
     if before is None:
-        return None, numbers
+        return None, since
     assert before.checkpoint is not None, "the loop ends there"
     recorded = Path(before.checkpoint)
     root = state_dir / "checkpoints"
     if may_exist(root / recorded.name) or may_exist(recorded):  # the state may have been moved
         try:
-            return committed_checkpoint_of(before, root), numbers
+            return committed_checkpoint_of(before, root), since
         except CheckpointError as error:
             raise ReplayError(str(error)) from None
     raise CheckpointMissing(

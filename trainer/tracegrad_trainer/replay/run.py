@@ -172,6 +172,7 @@ def _selection(
         advantages=partial(compute_advantages, settings.objective, memory=memory),
         current_version=batch.version,
         failed_versions=batch.failed_versions,
+        skipped_versions=batch.skipped_versions,
         vocabulary=vocabulary,
         routing=engine_routing_layout(settings),
     )

@@ -43,6 +43,8 @@ def build_learner(
     reference = None
     if settings.needs_reference_model:
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
+        if context is not None:
+            check_context_parallel(reference, context, compute_device(mesh))
     return Learner(
         model,
         mesh,

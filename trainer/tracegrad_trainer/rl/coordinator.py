@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -23,17 +24,22 @@ from tracegrad.store import (
     LeaseLost,
     Ledger,
     StepCommit,
+    StepHistory,
     StepRecord,
     Store,
     lease_by_rollout,
 )
+from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.batches import TrainingSelection, select
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
+from tracegrad_trainer.batches.version_scale import SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_manifest
 from tracegrad_trainer.launch.run_state import run_id
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
+from tracegrad_trainer.rl.crash_reward import CrashReward
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
 from tracegrad_trainer.rl.step_inputs import StepInputs
@@ -71,6 +77,7 @@ class ResumePoint:
     step: int
     version: int  # the number that the checkpoint's weights are served under
     weights: CommittedCheckpoint | None  # None: the model folder's
+    skipped: SkippedVersions = ()  # numbers between theirs and `version`, and of resumes before
 
 
 class Coordinator:
@@ -98,8 +105,12 @@ class Coordinator:
         # What advantages remember. It moves only with steps: what a batch did that changed no
         # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: AdvantageMemory = {}
+        self.skipped_versions: SkippedVersions = ()
         judge = settings.objective.judge
         self.judging = None if judge is None else RewardJudge(judge, store)
+        crashed = settings.rewards.agent_error
+        tags = settings.data.tags
+        self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags)
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
@@ -111,6 +122,7 @@ class Coordinator:
         """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
         point = resume_point(self.settings, self.store)
+        self.skipped_versions = point.skipped
         logger.info(describe_resume(point, self.settings))
         if point.weights is not None:
             self._log_origin(point.weights)
@@ -172,13 +184,16 @@ class Coordinator:
             return []
         # Where no more are to come, and where some are held already, fewer will do.
         some = bool(self._held) or not self.supply.is_open
+        patience_s = data.incomplete_after_s if self.supply.is_open else 0.0
+        if self.crash_reward is not None:
+            self.crash_reward.apply(patience_s)
         groups = self.ledger.lease(
             groups=missing,
             group_size=batches.group_size,
             owner=self.owner,
             ttl_s=data.lease_ttl_s,
             tags=data.tags,
-            incomplete_after_s=data.incomplete_after_s if self.supply.is_open else 0.0,
+            incomplete_after_s=patience_s,
             at_least=1 if some else None,
             expert_routing=self.routing is not None,
             held=self.leases.rollouts,
@@ -200,6 +215,7 @@ class Coordinator:
             advantages=partial(compute_advantages, self.settings.objective, memory=self.memory),
             current_version=version,
             failed_versions=failed,
+            skipped_versions=self.skipped_versions,
             vocabulary=self.vocabulary,
             routing=self.routing,
         )
@@ -265,6 +281,7 @@ class Coordinator:
             batch.groups,
             version=batch.version,
             failed_versions=batch.failed_versions,
+            skipped_versions=self.skipped_versions,
             ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             threads=torch.get_num_threads(),
             memory_before=batch.memory_before,
@@ -297,6 +314,24 @@ class Coordinator:
         """
         self.ledger.commit_steps(commits)
         self.leases.drop(groups)
+
+    def is_committed(self, folder: Path) -> bool:
+        """Whether a folder is the checkpoint of a committed step, and not one of its name."""
+        step = StepHistory(self.store).step(checkpoint_step(folder))
+        if step is None or step.checkpoint is None:
+            return False
+        try:
+            return step.manifest_digest in (None, manifest_digest(folder))
+        except OSError:  # it is damaged
+            return False
+
+    def counters(self, version: int) -> Json:
+        """What a checkpoint keeps beside the weights, which are of `version`."""
+        return {
+            "version": version,
+            "memory": self.memory,
+            "skipped_versions": list(self.skipped_versions),
+        }
 
     def _late_rewards(self) -> dict[str, float]:
         """Those that came since the step before, and after training of their rollouts."""
@@ -349,16 +384,39 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     """
     last = Ledger(store).last_step()
     step, version = (last.step, last.version) if last else (0, 0)
+    served = store.versions()
     lost = [
-        v.version
-        for v in store.versions()
-        if v.state == "failed" or (v.step is not None and v.step > step)
+        v.version for v in served if v.state == "failed" or (v.step is not None and v.step > step)
     ]
     version = max([version, *(each + 1 for each in lost)])
     weights = resume_checkpoint(store, settings)
     if last is not None and weights is not None and weights.step != step:
         version = max(version, last.version + 1)  # other weights than those that had the number
-    return ResumePoint(step, version, weights)
+    # Runs before this one that went on from here, and committed nothing, served them as these.
+    again = [v.version for v in served if (v.step or 0) == step and v.version < version]
+    skipped = _skipped_versions(store, weights, [*again, version], last)
+    return ResumePoint(step, version, weights, skipped)
+
+
+def _skipped_versions(
+    store: Store, weights: CommittedCheckpoint | None, again: Sequence[int], last: StepRecord | None
+) -> SkippedVersions:
+    """Of the run that the checkpoint is of, and of each of `again`, the numbers that its weights
+    were served under later."""
+    before: SkippedVersions = ()
+    number = newest = 0
+    if weights is not None:
+        assert last is not None, "only a step has a checkpoint"
+        made = StepHistory(store).step(weights.step)
+        number, newest = last.version if made is None else made.version, last.version
+        counters = read_manifest(weights.folder).get("counters", {})
+        before = [(resumed, by) for resumed, by in counters.get("skipped_versions", [])]
+    found = list(before)
+    for resumed in again:
+        if resumed > max(number, newest):
+            found.append((resumed, resumed - number))
+            number = resumed
+    return found
 
 
 def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:

@@ -19,6 +19,8 @@ from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
+from tracegrad_trainer.engine.flops import attention_parity
+from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
 from tracegrad_trainer.rl.coordinator import (
@@ -105,6 +107,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             advantages=partial(compute_advantages, settings.objective, memory=deepcopy(memory)),
             current_version=point.version,
             failed_versions=failed,
+            skipped_versions=point.skipped,
             vocabulary=folder_vocab_size(settings.model),
             routing=routing,
         )
@@ -119,7 +122,8 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         selection = choose(groups)
     titles = _titles(store, groups, peek.incomplete)
     ranks = max(1, settings.ranks // settings.fsdp.context_parallel)
-    packed = pack(selection.rows, ranks=ranks, budget=batches.tokens_per_micro_batch)
+    parity = attention_parity(meta_model(settings.model))
+    packed = pack(selection.rows, ranks=ranks, budget=batches.tokens_per_micro_batch, parity=parity)
     return StepPlan(
         step=point.step + 1,
         version=point.version,

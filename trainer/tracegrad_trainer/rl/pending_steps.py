@@ -133,7 +133,11 @@ class PendingSteps:
         self._steps = self._steps[len(saved) :]
         self._folder = None
         # Only now: until here a restart would have gone on from the one before.
-        self.saver.prune(keep=self._settings.keep, keep_every=self._settings.keep_every)
+        self.saver.prune(
+            keep=self._settings.keep,
+            keep_every=self._settings.keep_every,
+            counts=self._coordinator.is_committed if self._coordinator else bool,
+        )
 
     def _commit(self, saved: Sequence[PendingStep], folder: Path) -> CommittedCheckpoint:
         assert self._coordinator is not None

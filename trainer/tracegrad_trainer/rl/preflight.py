@@ -20,7 +20,10 @@ from tracegrad_trainer.engine.distributed import (
     pick_device,
 )
 from tracegrad_trainer.engine.model import memory
-from tracegrad_trainer.engine.model.compile import check_compiler
+from tracegrad_trainer.engine.model.context_trial import check_heads
+from tracegrad_trainer.engine.model.parallelize import prepare_model
+from tracegrad_trainer.engine.model.reference import reference_layout
+from tracegrad_trainer.engine.model.sharded_load import empty_model
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
@@ -55,17 +58,17 @@ def check_before_training(settings: TrainerSettings, store: Store, free: int | N
 def check_memory(
     settings: TrainerSettings, vocabulary: int | None = None, free: int | None = None
 ) -> None:
-    """Whether the model, and a reference model beside it, fit into this machine's memory.
+    """Whether the model, and a reference model beside it, fit into this machine's memory, and
+    `[fsdp]` fits the model.
 
     Raises:
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
-    if settings.fsdp.compile:
-        check_compiler()
     if problem := not_divisible(world, "context_parallel", settings.fsdp.context_parallel):
         raise ValueError(problem)
     check_replicas(world, settings.fsdp.replicas)
+    check_layout(settings)
     memory.check_fits_memory(
         settings.model,
         settings.fsdp,
@@ -77,6 +80,23 @@ def check_memory(
         reference=settings.needs_reference_model,
         moment_bytes=settings.optim.moment_bytes,
     )
+
+
+def check_layout(settings: TrainerSettings) -> None:
+    """Whether the model, and a reference model, can be laid out as `[fsdp]` says; what ranks do
+    first, without storage.
+
+    Raises:
+        ValueError: names the setting that the model does not go with.
+    """
+    laid_out = [(settings.model, settings.fsdp)]
+    if settings.needs_reference_model and settings.reference_folder != settings.model:
+        laid_out.append((settings.reference_folder, reference_layout(settings.fsdp)))
+    for folder, fsdp in laid_out:
+        attention = choose_attention(fsdp, pick_device(fsdp))
+        model = prepare_model(empty_model(folder, attention), fsdp)
+        if fsdp.context_parallel > 1:
+            check_heads(model, fsdp.context_parallel)
 
 
 def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:
@@ -150,7 +170,7 @@ def describe_lora_push(settings: TrainerSettings) -> str | None:
 
 
 def check_served_tokenizer(settings: TrainerSettings) -> None:
-    """Whether the engine reads text as the model folder's tokenizer does.
+    """Whether every engine reads text as the model folder's tokenizer does.
 
     An engine that cannot be asked (it has no /tokenize) is taken at its word: the first push's
     probe compares log-probabilities anyway.
@@ -160,15 +180,17 @@ def check_served_tokenizer(settings: TrainerSettings) -> None:
     """
     tokenizer = tokenizer_of(settings)
     ours = tokenizer.encode(PROBE, add_special_tokens=False)
-    asked = {"prompt": PROBE, "add_special_tokens": False}
-    theirs = _ask(settings, "/tokenize", asked, "tokens")
-    if theirs is not None and theirs != ours:
-        where = common_prefix(ours, theirs)
-        raise ValueError(_not_the_engines(settings, f"token {where} of a text differs"))
     last = len(tokenizer) - 1
-    served = _ask(settings, "/detokenize", {"tokens": [last]}, "prompt")
-    if served is not None and served != tokenizer.decode([last]):
-        raise ValueError(_not_the_engines(settings, f"token {last}, its last one, differs"))
+    for url in settings.engine_urls:
+        asked = {"prompt": PROBE, "add_special_tokens": False}
+        theirs = _ask(settings, url, "/tokenize", asked, "tokens")
+        if theirs is not None and theirs != ours:
+            where = common_prefix(ours, theirs)
+            raise ValueError(_not_the_engines(settings, url, f"token {where} of a text differs"))
+        served = _ask(settings, url, "/detokenize", {"tokens": [last]}, "prompt")
+        if served is not None and served != tokenizer.decode([last]):
+            how = f"token {last}, its last one, differs"
+            raise ValueError(_not_the_engines(settings, url, how))
 
 
 def tokenizer_of(settings: TrainerSettings) -> Any:
@@ -184,9 +206,10 @@ def tokenizer_of(settings: TrainerSettings) -> Any:
         ) from error
 
 
-def _ask(settings: TrainerSettings, route: str, request: dict[str, Any], field: str) -> Any:
+def _ask(
+    settings: TrainerSettings, url: str, route: str, request: dict[str, Any], field: str
+) -> Any:
     """A field of the engine's answer; None: it does not know the route."""
-    url = settings.vllm.url
     try:
         with http_client(url, timeout_s=TIMEOUT_S) as client:
             served = settings.vllm.served_model_name
@@ -199,8 +222,8 @@ def _ask(settings: TrainerSettings, route: str, request: dict[str, Any], field: 
         raise ValueError(f"vllm: {url}{route} does not answer: {error}") from error
 
 
-def _not_the_engines(settings: TrainerSettings, how: str) -> str:
+def _not_the_engines(settings: TrainerSettings, url: str, how: str) -> str:
     return (
         f"model = {str(settings.model)!r}: its tokenizer is not the engine's: {how}; vLLM at"
-        f" {settings.vllm.url} must serve the tokenizer of the folder that is trained"
+        f" {url} must serve the tokenizer of the folder that is trained"
     )

@@ -56,7 +56,8 @@ class RewardJudge:
         for reward_id, rollout in zip(ids, group.rollouts, strict=True):
             events = self.store.rewards(rollout.rollout_id)
             mine = (event for event in events if event.source == JUDGE_SOURCE)
-            found = [event.value for event in mine if event.reward_id == reward_id]
+            same = (event.value for event in mine if event.reward_id == reward_id)
+            found = [value for value in same if value is not None]
             if not found:
                 return None
             rewards += found

@@ -17,6 +17,7 @@ from tracegrad.events import Json
 from tracegrad.store import PolicyVersion
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.inference.control_routes import PushError
+from tracegrad_trainer.inference.engine_config import check_engines
 from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
@@ -77,6 +78,7 @@ class ServeWorker:
             self.training.report_stage(f"waiting for {' and '.join(missing)}")
             time.sleep(0.2)
         if not self.stopping():
+            check_engines(self.settings.push.engines, self.settings.vllm)
             check_served_tokenizer(self.settings)
 
     def _publish(self) -> None:

@@ -239,8 +239,7 @@ class TrainLoop:
             self.commit_saved()
 
     def _save(self) -> None:
-        memory = self.coordinator.memory if self.coordinator is not None else {}
-        counters = {"version": self.version, "memory": memory}
+        counters = {} if self.coordinator is None else self.coordinator.counters(self.version)
         self.pending.save(self.learner, self.step, counters, self.base_model)
         self.watch.lap("checkpoint")
 

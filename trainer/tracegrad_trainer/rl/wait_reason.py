@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tracegrad.events import Json
 from tracegrad.store import Ledger, Store
 from tracegrad.store.ledger.readiness import BatchReadiness
-from tracegrad.text_format import format_age, format_count
+from tracegrad.text_format import format_age, format_count, format_elapsed
 
 # What is said of so many reasons; those that concern the most rollouts come first.
 _MOST = 3
@@ -94,7 +94,7 @@ def _parts(
         (
             "few_attempts",
             sum(have * tasks for have, tasks in found.attempts.items()),
-            _attempts(found.attempts, needs.group_size),
+            _attempts(found.attempts, needs.group_size) + _smaller(found.smaller_in_s),
         ),
         *_leases(found.leased, run_id),
     ]
@@ -131,6 +131,10 @@ def _attempts(attempts: Mapping[int, int], wanted: int) -> str:
         texts.append(f"{who} {'has' if tasks == 1 else 'have'} {have} of {wanted}")
         texts[-1] += "" if i else " attempts"
     return ", ".join(texts)
+
+
+def _smaller(seconds: float | None) -> str:
+    return "" if seconds is None else f" (a smaller group is taken in {format_elapsed(seconds)})"
 
 
 def _is_ours(owner: str, run_id: str | None) -> bool:

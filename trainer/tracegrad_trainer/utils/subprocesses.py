@@ -128,6 +128,19 @@ class ChildProcess:
         if self._process is None:
             return
         self._signal(signal.SIGTERM)
+        self._end_within(grace_s)
+
+    def stop_by(self, leader: int, *, grace_s: float) -> None:
+        """As `stop`, but that SIGTERM goes to one process alone, which the others end with."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(leader, signal.SIGTERM)
+        self._end_within(grace_s)
+
+    def _end_within(self, grace_s: float) -> None:
+        assert self._process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=grace_s)
         # Also when the leader is gone: its children may have stayed behind.

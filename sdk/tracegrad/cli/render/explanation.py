@@ -308,11 +308,12 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
 
 
 def _rewards_given(detail: RolloutDetail) -> str:
-    """`score` (0.5), `format` of turn 2 (1): the last of each."""
+    """`score` (0.5), `format` of turn 2 (1): the last of each, unless it was taken back."""
     last = {(each.name, each.turn): each.value for each in detail.rewards}
     return ", ".join(
         f"{one_line(name)!r}{'' if turn is None else f' of turn {turn}'} ({format_number(value)})"
         for (name, turn), value in last.items()
+        if value is not None
     )
 
 

@@ -171,6 +171,7 @@ def _reward(row: _Row, detail: RolloutDetail) -> Text:
     named = (
         format_number(r.value) + (f" {one_line(r.name)}" if r.name != "reward" else "")
         for r in given
+        if r.value is not None
     )
     return Text(", ".join(named), style="bold")
 

@@ -32,6 +32,7 @@ _ROLE_STYLE = {"system": "dim", "developer": "dim", "user": "bold", "tool": "yel
 # Lines and characters of a message; the model's own words and the user's are what one reads for.
 _LIMITS_BY_ROLE = {"system": (4, 400), "developer": (4, 400), "tool": (8, 800)}
 _DEFAULT_LIMITS = (16, 1200)
+_LONGEST_COMMENT = 200  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +180,15 @@ def _turn_of(reward: Reward, known: Sequence[int]) -> int | None:
 
 def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
     """Struck through where a later one revises it, unless training has used it."""
-    text = Text.assemble((format_number(reward.value), "bold"))
+    value = "taken back" if reward.value is None else format_number(reward.value)
+    text = Text.assemble((value, "bold"))
     if reward.name != "reward":
         text.append(f" {one_line(reward.name)}")
     text.append(f"  from {one_line(reward.source)}", style="dim")
     if reward.label:
         text.append(f" ({one_line(reward.label)})", style="dim")
+    if reward.comment:
+        text.append(f"  “{one_line(reward.comment)[:_LONGEST_COMMENT]}”", style="dim")
     if detail.came_late(reward):
         text.append(f"  came {_late_by(detail)}: not used", style="yellow")
     if is_latest_reward(reward, detail):

@@ -29,7 +29,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Event, Span
 from tracegrad.key_derivation import CALLS, EVENTS, SCOPES, KeyScope, derive_key, verify_derived_key
-from tracegrad.protocol import API_KEY_PREFIX, EVENTS_PATH, KEY_HEADER, ROLLOUT_HEADER, TRACES_PATH
+from tracegrad.protocol import (
+    API_KEY_PREFIX,
+    EVENTS_PATH,
+    FEEDBACK_PATH,
+    KEY_HEADER,
+    ROLLOUT_HEADER,
+    TRACES_PATH,
+)
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollout_in_key
 from tracegrad.proxy.http.errors import ApiError, BadRequest
@@ -53,6 +60,7 @@ _own_path = re.compile(r"/rollouts/([^/]+)(/.*)")
 # For a rollout's key: models and spans, under its own path or none, and its own events.
 _model_path = re.compile(r"/v1(?:beta|alpha)?/.*")
 _ALL = frozenset({CALLS, EVENTS})
+_SCORING_PATHS = (EVENTS_PATH, FEEDBACK_PATH)
 
 F = TypeVar("F", bound=Event)
 
@@ -328,7 +336,7 @@ def _check_place(
 def _scopes_of(method: str, path: str, rest: str) -> frozenset[str]:
     """Keys with one of these scopes get there; none: the admin key alone does. `rest`: the path
     below a rollout's own."""
-    if (method, path) == ("POST", EVENTS_PATH):
+    if method == "POST" and path in _SCORING_PATHS:
         return frozenset({EVENTS})
     if rest == TRACES_PATH:
         return _ALL
@@ -337,7 +345,7 @@ def _scopes_of(method: str, path: str, rest: str) -> frozenset[str]:
 
 def _out_of_scope(caller: Caller, method: str, path: str) -> ApiError:
     this = f"this is a key of rollout {caller.rollout_id} for {' and '.join(sorted(caller.scopes))}"
-    if (method, path) != ("POST", EVENTS_PATH):
+    if method != "POST" or path not in _SCORING_PATHS:
         code, message = "admin_key_needed", f"{method} {path} needs the admin key; {this}"
     else:
         code, fix = "events_key_needed", "post them without the agent's key"

@@ -17,8 +17,8 @@ from cachetools import FIFOCache
 from tracegrad.events import Span, Turn
 from tracegrad.proxy.shared_log import SharedLog
 
-# How dialects make the ids that their clients see of a turn's.
-_ID_PREFIXES = ("msg_", "resp_")
+# How dialects, and vLLM by the id of a request, make the ids that clients see of a turn's.
+_ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
 # Spans within spans; more are not looked through.
 _DEEPEST = 1000
 _SEVERAL = "*"  # no rollout's id

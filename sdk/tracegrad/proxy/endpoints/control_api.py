@@ -53,6 +53,11 @@ def clamp_stated_time(stated: float | None, now: float) -> float:
 RolloutId = Annotated[str, Field(pattern=ROLLOUT_ID_PATTERN)]
 
 Seconds = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+RewardValue = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
+RewardName = Annotated[str, Field(min_length=1)]
+# Counted from 0, or from the end where negative.
+TurnNumber = Annotated[int, Field(gt=-(2**31), lt=2**31)]
+Comment = Annotated[str, Field(max_length=10_000)]
 
 
 class _EventBody(BaseModel):
@@ -95,14 +100,15 @@ class RolloutFinishedBody(_EventBody):
 class RewardBody(_EventBody):
     type: Literal["reward"]
     reward_id: str = Field(default_factory=new_id, min_length=1, max_length=128)
-    value: Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD, allow_inf_nan=False)]
-    name: Annotated[str, Field(min_length=1)] = "reward"
-    turn: Annotated[int, Field(gt=-(2**31), lt=2**31)] | None = None
+    value: RewardValue | None
+    name: RewardName = "reward"
+    turn: TurnNumber | None = None
     # Earlier versions of the SDK said `source` and `created_at`; files of theirs are sent yet.
     label: Annotated[str, Field(max_length=256)] | None = Field(
         None, validation_alias=AliasChoices("label", "source")
     )
     given_at: Seconds | None = Field(None, validation_alias=AliasChoices("given_at", "created_at"))
+    comment: Comment | None = None
 
     def to_event(self, caller: Caller, now: float) -> Event:
         return Reward(**self.fields(), source=caller.source, created_at=now)

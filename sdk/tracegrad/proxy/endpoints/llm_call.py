@@ -137,7 +137,9 @@ class LlmCallEndpoint:
         if call.stream and self._services.routed_experts:
             warn_streams_lack_experts()
         admission = self._services.gate.admission(plan.rollout_id, streaming=streaming)
-        context = CallContext(call, owner, plan, engine_headers(caller), admission, known)
+        # vLLM makes an answer's id of it, by which feedback finds the turn.
+        to_engine = engine_headers(caller) | {"x-request-id": call.turn_id}
+        context = CallContext(call, owner, plan, to_engine, admission, known)
         try:
             if call.stream:
                 await self._stream(context, scope, receive, send)

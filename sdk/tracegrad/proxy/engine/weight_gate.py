@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from types import TracebackType
 
 from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
@@ -21,11 +22,12 @@ from tracegrad.proxy.http.errors import Unavailable
 
 log = logging.getLogger("tracegrad.proxy")
 
-# Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits
-# until nothing has arrived for so many ticks in a row: each gives the loop a turn to read, however
-# late it is.
-SETTLE_TICK_S = 0.01
-SETTLE_TICKS = 3
+# Tokens sent before the engine paused may sit in a socket when a mark comes. The mark waits until
+# nothing has arrived for so long, and for so many ticks in a row: each gives the loop a turn to
+# read, however late it is. After weights that took longer to load these are a few milliseconds.
+SETTLE_S = 0.03
+SETTLE_TICK_S = 0.001
+SETTLE_TICKS = 5
 SETTLE_LIMIT_S = 1.0
 
 
@@ -54,8 +56,7 @@ class Admission:
 
     def arrival_version(self) -> int:
         """The version of tokens that arrive now."""
-        self._gate.arrivals += 1
-        return self._gate.version
+        return self._gate.note_arrival()
 
     async def __aenter__(self) -> Admission:
         await self._gate.enter(self)
@@ -82,7 +83,8 @@ class WeightUpdateGate:
         """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
         at most `max_wait_s` seconds."""
         self.version = version
-        self.arrivals = 0
+        self._arrivals = 0
+        self._last_arrival = -SETTLE_S  # by the monotonic clock
         self._held = held
         self.pushes = held  # whether weights are pushed to the engine
         self._inside: set[Admission] = set()
@@ -95,6 +97,10 @@ class WeightUpdateGate:
     def admission(self, key: str | None = None, *, streaming: bool) -> Admission:
         """`key`: the rollout, or None for a call without a name; rollouts take turns."""
         return Admission(self, key, streaming=streaming)
+
+    @property
+    def held(self) -> bool:
+        return self._held
 
     def state(self) -> dict[str, int | bool]:
         return {
@@ -161,14 +167,21 @@ class WeightUpdateGate:
             self._timer = None
         self._waiting.release()
 
+    def note_arrival(self) -> int:
+        """Tokens arrived; the version that they are of."""
+        self._arrivals += 1
+        self._last_arrival = time.monotonic()
+        return self.version
+
     async def _settle(self) -> None:
+        limit = time.monotonic() + SETTLE_LIMIT_S
         quiet = 0
-        for _ in range(int(SETTLE_LIMIT_S / SETTLE_TICK_S)):
-            seen = self.arrivals
-            await asyncio.sleep(SETTLE_TICK_S)
-            quiet = quiet + 1 if self.arrivals == seen else 0
-            if quiet == SETTLE_TICKS:
+        while (now := time.monotonic()) < limit:
+            if quiet >= SETTLE_TICKS and now - self._last_arrival >= SETTLE_S:
                 return
+            seen = self._arrivals
+            await asyncio.sleep(SETTLE_TICK_S)
+            quiet = quiet + 1 if self._arrivals == seen else 0
 
     def _restart_timer(self, ttl_s: float) -> None:
         if self._timer is not None:

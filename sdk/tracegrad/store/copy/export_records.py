@@ -64,11 +64,13 @@ class RolloutRecord:
 
     @property
     def reward(self) -> float | None:
-        """The latest for the whole rollout named "reward"."""
+        """The latest for the whole rollout named "reward", unless it was taken back."""
         events = [
             event.value
             for event in self.rewards
-            if event.name == MAIN_REWARD_NAME and event.turn is None and is_reward(event.value)
+            if event.name == MAIN_REWARD_NAME
+            and event.turn is None
+            and (event.value is None or is_reward(event.value))
         ]
         return events[-1] if events else None
 

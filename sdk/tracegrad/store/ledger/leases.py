@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, exists, func, insert, or_, select, update
 
+from tracegrad.events import Outcome
 from tracegrad.store.expressions import (
+    MAIN_REWARD_NAME,
     SCORED_OUTCOMES,
     has_tags,
     has_turns,
@@ -19,11 +21,12 @@ from tracegrad.store.expressions import (
     newest_reward,
     training_state,
 )
-from tracegrad.store.models import Leases, Rollouts
+from tracegrad.store.models import Leases, Rewards, Rollouts
 from tracegrad.store.read.training_samples import load_samples
 from tracegrad.store.rows import chunks, load, rows_of_keys
 from tracegrad.store.types import Group, IncompleteGroup
 
+MOST_UNREWARDED = 1_000  # that are asked for at once
 NO_LEASE = {"lease_id": None, "lease_owner": None, "leased_until": None}
 
 
@@ -64,6 +67,32 @@ def ready_rollouts(
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
     return load(connection, ReadyRollout, query)
+
+
+def unrewarded_rollouts(
+    connection: Connection, outcome: Outcome, tags: Mapping[str, str], before: float
+) -> list[str]:
+    """Ended so before `before`, with turns, and nobody said what they were worth, nor took it
+    back; the oldest of them."""
+    told = exists().where(
+        Rewards.rollout_id == Rollouts.rollout_id,
+        Rewards.name == MAIN_REWARD_NAME,
+        Rewards.turn.is_(None),
+    )
+    query = (
+        select(Rollouts.rollout_id)
+        .where(
+            Rollouts.consumed_at.is_(None),
+            Rollouts.finished_at < before,
+            Rollouts.outcome == outcome,
+            ~told.correlate(Rollouts),
+            has_turns(),
+            has_tags(tags),
+        )
+        .order_by(Rollouts.finished_at)
+        .limit(MOST_UNREWARDED)
+    )
+    return list(connection.scalars(query))
 
 
 def load_groups(

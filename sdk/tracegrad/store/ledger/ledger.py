@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, exc, insert, literal, null, select
 
-from tracegrad.events import new_id
+from tracegrad.events import Outcome, new_id
 from tracegrad.store.databases import statements
 from tracegrad.store.errors import LedgerError
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags
@@ -36,6 +36,7 @@ from tracegrad.store.ledger.leases import (
     ready_rollouts,
     release,
     release_owner,
+    unrewarded_rollouts,
     update_rollouts,
 )
 from tracegrad.store.ledger.readiness import BatchReadiness, batch_readiness
@@ -117,6 +118,15 @@ class Ledger:
         with self._store.reading() as connection:
             now = statements.server_time(connection)
             return len(ready_rollouts(connection, tags or {}, now, alone=True))
+
+    def unrewarded(
+        self, outcome: Outcome, *, tags: Mapping[str, str] | None = None, after_s: float = 0.0
+    ) -> list[str]:
+        """Rollouts with turns that ended so at least `after_s` seconds ago, and of whose worth
+        nobody ever said anything; a thousand of the oldest."""
+        with self._store.reading() as connection:
+            before = statements.server_time(connection) - after_s
+            return unrewarded_rollouts(connection, outcome, tags or {}, before)
 
     def readiness(
         self,

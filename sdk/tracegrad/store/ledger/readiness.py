@@ -25,6 +25,8 @@ class BatchReadiness:
     is_empty: bool  # nothing was ever captured
     groups: int  # that could be leased now
     attempts: dict[int, int]  # ready rollouts -> tasks that have so many and lack others
+    # Seconds until the first task of several of these is leased as a smaller group; None: of none.
+    smaller_in_s: float | None
     # As `RolloutSummary.state`, and `not_selected`; `no_task` where groups have several rollouts.
     states: dict[str, int]
     leased: dict[str, int]  # by the lease's owner
@@ -41,7 +43,10 @@ def batch_readiness(
     ready = ready_rollouts(connection, tags, now, alone=group_size == 1)
     formed = form_groups(ready, group_size, now - incomplete_after_s)
     taken = {rollout.rollout_id for group in formed for rollout in group}
-    left = Counter(each.task_id for each in ready if each.rollout_id not in taken)
+    lacking = [each for each in ready if each.rollout_id not in taken]
+    left = Counter(each.task_id for each in lacking)
+    newest = {each.task_id: each.finished_at for each in lacking}  # the last of each
+    due = [at + incomplete_after_s - now for task, at in newest.items() if left[task] >= 2]
     states = _states(connection, tags, now, compared=group_size > 1)
     unscored, passed = _consumed_since_the_last_step(connection, tags)
     unscored.update({name: states[name] for name in _UNSCORED & states.keys()})
@@ -49,6 +54,7 @@ def batch_readiness(
         is_empty=connection.scalar(select(Rollouts.rollout_id).limit(1)) is None,
         groups=len(formed),
         attempts=dict(Counter(left.values())),
+        smaller_in_s=min(due, default=None),
         states=states,
         leased=_leased(connection, tags, now),
         unscored=dict(unscored),

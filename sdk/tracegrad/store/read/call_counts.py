@@ -12,6 +12,7 @@ from tracegrad.store.models import Outcomes, Rollouts, Turns
 from tracegrad.store.rows import rows_of_keys
 
 MOST_UNNAMED_CALLS = 1_000  # more are not counted
+_LAST_MS = 0xFFFFFFFFFFFF  # since the epoch, of an id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,4 +73,5 @@ def _unnamed_calls(connection: Connection, since: float, until: float | None) ->
 
 
 def _first_id(at: float) -> str:
-    return f"{max(0, int(at * 1e3)):012x}"
+    """Of those that are made at that time; a client may state any."""
+    return f"{int(min(max(0.0, at * 1e3), _LAST_MS)):012x}"

@@ -64,8 +64,8 @@ def deciding_turn(events: Iterable[Reward], turns: Sequence[Turn]) -> int | None
 def turn_rewards(
     events: Iterable[Reward], turns: Sequence[Turn], *, name: str = MAIN_REWARD_NAME
 ) -> dict[int, float]:
-    """By index in `turns`, its latest reward of that name; events for turns that are not there
-    fall away.
+    """By index in `turns`, its latest reward of that name, unless it was taken back; events for
+    turns that are not there fall away.
 
     `events` come in order of arrival. They count the turns that their giver knows of: a call that
     was refused and made again is one.
@@ -73,9 +73,13 @@ def turn_rewards(
     known = agent_turn_indices(turns)
     latest: dict[int, float] = {}
     for event in events:
-        if event.name != name or event.turn is None or not is_reward(event.value):
+        if event.name != name or event.turn is None:
             continue
-        if -len(known) <= event.turn < len(known):
+        if not -len(known) <= event.turn < len(known):
+            continue
+        if event.value is None:
+            latest.pop(known[event.turn], None)
+        elif is_reward(event.value):
             latest[known[event.turn]] = event.value
     return latest
 

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, bindparam, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.events import Json, Turn, token_id_array
+from tracegrad.events import UNACKNOWLEDGED, Json, Turn, token_id_array
 from tracegrad.store.encoding.blobs import (
     ContextDigest,
     unpack_ids,
@@ -229,6 +229,13 @@ def rollout_of_turn(connection: Connection, turn_id: str) -> str | None:
 
 
 def turn_order(connection: Connection, rollout_id: str) -> Sequence[str]:
-    """The ids of a rollout's turns in order of capture."""
-    query = select(Turns.turn_id).where(Turns.rollout_id == rollout_id).order_by(Turns.seq)
+    """The ids of the turns that `reward(turn=k)` counts, in order of capture."""
+    query = (
+        select(Turns.turn_id)
+        .where(
+            Turns.rollout_id == rollout_id,
+            Turns.untrainable.is_distinct_from(UNACKNOWLEDGED),
+        )
+        .order_by(Turns.seq)
+    )
     return list(connection.scalars(query))

@@ -323,14 +323,15 @@ def _reward(connection: Connection, events: Sequence[Reward]) -> int:
 
 
 def _reward_row(event: Reward) -> ColumnValues:
-    if not is_reward(event.value):
+    if event.value is not None and not is_reward(event.value):
         raise EventRejected(
             f"value: reward {event.name!r} of rollout {event.rollout_id} is {event.value}; "
             f"give {REWARD_RANGE}"
         )
     if event.turn is not None:
         _check_integer("turn", event.turn)
-    return {**column_values(event, Rewards), "value": float(event.value)}
+    value = None if event.value is None else float(event.value)
+    return {**column_values(event, Rewards), "value": value}
 
 
 def _check_integer(field: str, value: int) -> None:

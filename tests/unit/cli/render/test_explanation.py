@@ -98,8 +98,8 @@ def test_a_turn_that_waits_names_what_it_waits_for(store: Store, url: str) -> No
         "no forks: every turn continues another, or samples the same prompt",
         "0 of 2 turns trained",
         "no_reward 2 turns: 0-1",
-        "Its rollout ended and has no reward.",
-        "→ Give one: `reward(x)` in the agent, or POST /api/events.",
+        "Its rollout ended and has no reward, or it was taken back.",
+        "→ Give one: `reward(x)` in the agent, `tracegrad score`, or POST",
     ])  # fmt: skip
 
 

@@ -387,7 +387,10 @@ def heads(text: str) -> list[str]:
     [
         ({}, "training waiting: It is ready, and waits until"),
         ({"task": None}, "training no_task: It is ready, but its rollout has no task"),
-        ({"reward": None}, "training no_reward: Its rollout ended and has no reward."),
+        (
+            {"reward": None},
+            "training no_reward: Its rollout ended and has no reward, or it was taken back.",
+        ),
         ({"outcome": Outcome.ENV_ERROR}, "training env_error: The environment failed"),
         ({"turns": 0}, "training no_turns: Its rollout ended without any recorded call"),
     ],

@@ -93,6 +93,32 @@ def test_an_agent_posts_no_events(agent: httpx.Client, store: Store, event: Json
     assert (row.outcome, row.task_id, row.turns) == (None, None, 1)
 
 
+def test_an_agent_gives_no_feedback(agent: httpx.Client, store: Store) -> None:
+    answered = agent.post("/v1/chat/completions", json=ASK).json()["id"]
+    for of in ({"rollout_id": "mine"}, {"response_id": answered}):
+        answer = agent.post("/api/feedback", json={"thumbs": "up", **of})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "events_key_needed"
+    assert given(store) == []
+
+
+def test_a_key_for_events_gives_feedback_on_its_rollout_alone(
+    closed: httpx.Client, store: Store
+) -> None:
+    key = minted(closed, "events")
+    ids = [
+        closed.post(f"/rollouts/{name}/v1/chat/completions", json=ASK).json()["id"]
+        for name in ("mine", "other")
+    ]
+    answers = [
+        closed.post("/api/feedback", json={"thumbs": "up", "response_id": each}, headers=key)
+        for each in ids
+    ]
+    assert [answer.status_code for answer in answers] == [200, 403]
+    assert given(store) == [(1.0, "events_key")]
+    assert given(store, "other") == []
+
+
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
 def test_an_agent_mints_no_keys(agent: httpx.Client, method: str) -> None:
     body = {"scopes": ["events"]}

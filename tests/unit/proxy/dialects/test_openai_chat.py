@@ -135,19 +135,6 @@ def test_tool_calls_arrive_whole(rig: ProxyWithEngine, stream: bool) -> None:
     assert recorded["function"] == {"name": "look", "arguments": arguments}
 
 
-async def test_the_async_client(rig: ProxyWithEngine) -> None:
-    rig.engine.replies += [Answer("one"), Answer("two")]
-    async with openai.AsyncOpenAI(base_url=f"{rig.url}/v1", api_key="tg-r1") as client:
-        whole = await client.chat.completions.create(model=MODEL, messages=HELLO)
-        stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
-        text = "".join([c.choices[0].delta.content or "" async for c in stream])
-    assert (whole.choices[0].message.content, text) == ("one", "two")
-    assert [t.completion_token_ids.tolist() for t in rig.turns()] == [
-        Answer("one").token_ids,
-        Answer("two").token_ids,
-    ]
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_choice_is_its_own_turn(rig: ProxyWithEngine, stream: bool) -> None:
     says = [Answer("first"), Answer("second, longer"), Answer("third", cut=True)]

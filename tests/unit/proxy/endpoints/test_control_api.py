@@ -137,6 +137,13 @@ def test_a_reward_and_the_opening_in_one_batch_are_known_in_either_order(
     assert send(rig.http, [reward, opened]).json() == {"accepted": 2}
 
 
+@pytest.mark.parametrize("at", [0, 1e12, 1.7e308])
+def test_an_end_may_state_any_time(rig: ProxyWithEngine, at: float) -> None:
+    ended = {"type": "rollout_finished", "rollout_id": "r1", "finished_at": at}
+    found = send(rig.http, [ended]).json()
+    assert found["calls"] == [{"rollout_id": "r1", "calls": 0}]
+
+
 def test_a_reward_that_came_after_training_is_kept_and_answered_as_such(
     rig: ProxyWithEngine,
 ) -> None:
@@ -228,6 +235,7 @@ def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
     assert {path for path in paths if path.startswith("/api")} == {
         "/api/anchors/next",
         "/api/events",
+        "/api/feedback",
         "/api/push",
         "/api/push/hold",
         "/api/push/version",

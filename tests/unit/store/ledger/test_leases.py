@@ -235,3 +235,34 @@ def test_leases_of_an_owner_who_was_killed_are_free_at_once(store: Store, ledger
     assert ledger.release_owner("killed") == 0
     assert ids(lease(ledger, groups=2, size=1, owner="next")) == ids(first)
     assert [one.state(time.time()) for one in ledger.leases("t0.0")] == ["released", "held"]
+
+
+def test_rollouts_of_whose_worth_nobody_said_anything(store: Store) -> None:
+    crash = {"outcome": Outcome.AGENT_ERROR, "reward": None}
+    store.append(rollout_events("old", **crash, at=1000.0))
+    store.append(rollout_events("new", **crash, at=2000.0, tags={"split": "train"}))
+    store.append(rollout_events("scored", outcome=Outcome.AGENT_ERROR, reward=0.0))
+    store.append(rollout_events("fine", reward=None))
+    store.append(rollout_events("silent", **crash, turns=0))
+    store.append(
+        [
+            *rollout_events("back", **crash),
+            Reward(rollout_id="back", value=1.0),
+            Reward(rollout_id="back", value=None),
+        ]
+    )
+    store.append([*rollout_events("turns", **crash), Reward(rollout_id="turns", value=1.0, turn=0)])
+    ledger = Ledger(store)
+    crashed = Outcome.AGENT_ERROR
+    assert ledger.unrewarded(crashed) == ["old", "turns", "new"]
+    assert ledger.unrewarded(crashed, tags={"split": "train"}) == ["new"]
+    assert ledger.unrewarded(crashed, after_s=time.time()) == []
+    assert ledger.unrewarded(Outcome.COMPLETED) == ["fine"]
+
+
+def test_a_turns_reward_that_was_taken_back_is_none(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    given = [(0, 1.0), (1, 0.5), (0, None), (-1, 0.75)]
+    store.append([Reward(rollout_id="t0.1", value=value, turn=turn) for turn, value in given])
+    [group] = lease(ledger, groups=1)
+    assert [rollout.turn_rewards for rollout in group.rollouts] == [{}, {1: 0.75}]

@@ -138,6 +138,8 @@ def test_stale_turns_count_less_and_too_stale_ones_nothing() -> None:
         [task], advantages=centred(), version=9, stale="weight", stale_decay=0.5, max_staleness=3
     )
     assert chosen.skipped == {"old": "stale"}
+    tokens = len(turns[0].completion_token_ids)
+    assert chosen.stats["stale_token_share"] == tokens / (3 * tokens + 2), "no demonstration's"
     by_turn = {row.kept_turn_ids[0]: row.advantage[row.keep].tolist() for row in chosen.rows}
     # The whole turn by its oldest token: a turn has one advantage.
     assert by_turn["new"] == [0.5, 0.5]
@@ -241,6 +243,7 @@ def test_the_selection_says_what_it_is_made_of() -> None:
         "turns_skipped": 3,
         "skipped_equal_reward": 2,
         "skipped_media": 1,
+        "stale_token_share": 0,
         "states_given": 0,
         "states_observed": 0,
         "states_unknown": 6,

@@ -13,6 +13,7 @@ from tracegrad.events import Turn
 from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches import BatchSettings, micro_batch, rows_of, turn_reason
 from tracegrad_trainer.batches.select import rollout_rewards_of
+from tracegrad_trainer.batches.version_scale import VersionScale
 
 
 def three() -> list[Turn]:
@@ -111,4 +112,4 @@ def test_an_experts_tokens_are_not_sampled_ones() -> None:
 )
 def test_an_expert_is_held_to_its_tokens_only(changes: dict[str, object], reason: str) -> None:
     settings = BatchSettings(tokens_per_micro_batch=10, max_staleness=0)
-    assert turn_reason(expert(**changes), settings, 9, {8}, 50) == reason
+    assert turn_reason(expert(**changes), settings, VersionScale(9), {8}, 50) == reason

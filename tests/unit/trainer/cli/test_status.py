@@ -4,6 +4,7 @@ of the store read than they need."""
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -126,13 +127,15 @@ def test_removed_turns_are_counted_apart_from_those_that_are_there(
     assert "turns removed" in printed(found, 80)
 
 
-def test_the_gap_of_the_last_push_that_serves_is_shown(store: Store, tmp_path: Path) -> None:
+def test_the_last_push_that_serves_is_shown(store: Store, tmp_path: Path) -> None:
     gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6, "allowed": "float32"}
-    store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap}))
+    took = {"seconds": {"load": 0.5, "verify": 0.25}, "paused_s": 0.5}
+    store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap, **took}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
     found = collect_status(store, tmp_path)
     assert (found.version, found.failed_versions) == (1, [2])
-    assert found.push == {"version": 1, "gap": gap}
+    assert found.push == {"version": 1, "seconds": 0.75, "paused_s": 0.5, "gap": gap}
+    assert "0.75 s, of it 0.50 s without a token" in printed(found, 120)
     assert "1.0e-06 on average, 4.0e-06 at most" in printed(found, 120)
 
 
@@ -222,13 +225,16 @@ def test_a_process_that_is_gone_does_not_run(store: Store, tmp_path: Path) -> No
 def test_steps_that_wait_for_a_checkpoint_are_shown(store: Store, tmp_path: Path) -> None:
     ranks = RunState(tmp_path, "ranks")
     ranks.update(stage="training", pending=[4, 5, 6])
-    assert collect_status(store, tmp_path).pending_steps == [], "they died with their trainer"
+    lost = "steps 4 to 6: lost with the run; the next one trains their turns again"
+    assert lost in printed(collect_status(store, tmp_path), 200), "they died with their trainer"
     RunState(tmp_path, "serve").update(stage="serving")
     found = collect_status(store, tmp_path)
     assert found.pending_steps == [4, 5, 6]
     assert "steps 4 to 6: made, and waiting for a checkpoint" in printed(found, 200)
     ranks.update(pending=[7])
     assert "step 7: made" in printed(collect_status(store, tmp_path), 200)
+    commit(store, 7)
+    assert "not committed" not in printed(collect_status(store, tmp_path), 200)
     ranks.update(pending=[])
     assert "not committed" not in printed(collect_status(store, tmp_path), 200)
 
@@ -371,3 +377,36 @@ def test_headings_of_steps_have_a_legend_that_the_docs_have_too(
     for heading, metric, _, meaning in explained:
         assert f"{heading} {meaning}" in [" ".join(line.split()) for line in text.splitlines()]
         assert f"| `{heading}` | `{metric}` | {meaning} |\n" in page
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_it_is_watched_until_ctrl_c(
+    store: Store,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    terminal: bool,
+    as_json: bool,
+) -> None:
+    steps = iter([1, 2])
+
+    def pause(seconds: float) -> None:
+        if (step := next(steps, None)) is None:
+            raise KeyboardInterrupt
+        commit(store, step)
+
+    monkeypatch.setattr("tracegrad_trainer.cli.render_status.sleep", pause)
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=120)
+    render_status.watch_status(
+        lambda: collect_status(store, tmp_path), console, as_json=as_json, every_s=1
+    )
+    if as_json:
+        lines = capsys.readouterr().out.splitlines()
+        assert [json.loads(line)["steps_total"] for line in lines] == [0, 1, 2]
+    else:
+        text = shown.getvalue()
+        found = re.findall(r"in (\d) steps?\b", text)
+        assert found == ["0", "1", "2"]
+        assert ("\x1b[?1049h" in text, "\x1b[?1049l" in text) == (terminal, terminal)

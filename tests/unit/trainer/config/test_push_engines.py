@@ -1,4 +1,4 @@
-"""Several vLLM engines behind one proxy: which are named, and what is refused."""
+"""Where pushes go and how: which engines are named, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ def test_calls_go_to_all_engines_that_a_push_goes_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "gpus", "words"),
+    ("push", "share", "words"),
     [
-        (["127.0.0.1:8101"], {}, "is no base URL: write it as http://HOST:PORT"),
-        (["http://a:1", "http://a:1/"], {}, "push.engines: names an engine twice"),
-        (["http://a:1"], {"share": True}, "push.engines: with gpus.share vLLM sleeps"),
+        ({"engines": ["127.0.0.1:8101"]}, False, "is no base URL: write it as http://HOST:PORT"),
+        ({"engines": ["http://a:1", "http://a:1/"]}, False, "push.engines: names an engine twice"),
+        ({"engines": ["http://a:1"]}, True, "push.engines: with gpus.share vLLM sleeps"),
+        ({"transport": "gloo"}, True, "push.transport = 'gloo': with gpus.share vLLM sleeps"),
+        ({"transport": "nccl"}, False, "push.transport = 'nccl' goes from GPU to GPU"),
     ],
 )
 def test_what_cannot_be_pushed_together_is_refused(
-    engines: list[str], gpus: dict[str, object], words: str, tmp_path: Path
+    push: dict[str, object], share: bool, words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        trainer_settings(tmp_path, push={"engines": engines}, gpus=gpus)
+        trainer_settings(tmp_path, push=push, gpus={"share": share}, vllm={"device": "cpu"})

@@ -75,6 +75,10 @@ def test_an_adapter_that_cannot_be_served_is_refused_by_name(dense: Path, tmp_pa
     changes = {"fsdp": {"lora": {"rank": 600}}, "push": {"lora": "adapter"}}
     with pytest.raises(ValueError, match=r"push.lora = 'adapter': fsdp.lora.rank = 600"):
         trainer_settings(with_model(tmp_path, dense), **changes)
+    changes = {"fsdp": {"lora": {"rank": 8}}, "push": {"transport": "gloo"}}
+    settings = trainer_settings(tmp_path, **changes)
+    assert settings.vllm.adapter is None
+    assert "push.transport = 'gloo' carries whole weights" in str(describe_lora_push(settings))
 
 
 def test_without_lora_nothing_changes(dense: Path, tmp_path: Path) -> None:

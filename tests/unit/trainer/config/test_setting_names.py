@@ -10,14 +10,6 @@ from tracegrad.settings_sources import SettingsError, setting_names
 from tracegrad_trainer.config.trainer import _SYNONYMS, TrainerSettings, load_settings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return folder
-
-
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [

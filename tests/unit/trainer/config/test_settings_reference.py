@@ -40,15 +40,6 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return folder
-
-
 def script() -> ModuleType:
     spec = importlib.util.spec_from_file_location("page", ROOT / "scripts" / "settings_page.py")
     assert spec is not None

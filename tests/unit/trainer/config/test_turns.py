@@ -17,14 +17,6 @@ def settings(folder: Path, **tables: Any) -> TrainerSettings:
     return TrainerSettings.model_validate({"model": folder, "state_dir": folder} | tables)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return folder
-
-
 def test_anchors_come_in_the_groups_that_are_compared(model: Path) -> None:
     batches = {"group_size": 4}
     given = settings(model, batches=batches, proxy={"anchors": {"mode": "parallel"}})

@@ -19,6 +19,7 @@ from tracegrad_trainer.engine import FsdpSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel, repeats_of
 from tracegrad_trainer.engine.model.context_trial import _divides
 
+ODD = ["trees", "one token a rank", "no targets", "compiled", "compiled, filled up"]
 EXACT = 2e-5  # of float32 sums in another order, through two layers
 
 
@@ -30,7 +31,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "trees", "one token a rank", "no targets"])
+@pytest.mark.parametrize("name", [*VARIANTS, *ODD])
 def test_a_model_gives_the_same_numbers_and_gradients(seen: dict[str, Any], name: str) -> None:
     """Windows, caps, sinks, branches, fewer heads of keys than ranks, recomputed blocks."""
     numbers, gradients = seen[name]
@@ -50,6 +51,7 @@ def test_what_cannot_be_shared_is_refused_by_name(seen: dict[str, Any]) -> None:
         "fsdp.context_parallel = 4: each rank takes some of the 6 heads of the model's attention"
         " (3 of keys and values): set it to one of [1, 2, 3, 6]"
     )
+    assert "Qwen3_5ForCausalLM has layers that carry a state along" in seen["said"]["state"]
     assert "LlamaForCausalLM looks at a row's other tokens by more than" in seen["said"]["mixes"]
     assert "fsdp.context_parallel = 3: 4 ranks cannot be divided by it" in seen["said"]["ranks"]
 

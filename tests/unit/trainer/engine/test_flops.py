@@ -16,6 +16,7 @@ from transformers import (
 
 from support.trainer.row_samples import rows
 from support.trainer.tiny_model import tiny_sizes
+from support.trainer.tiny_models import make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.flops import attention_parity, flops
@@ -139,3 +140,13 @@ def test_attention_costs_as_much_as_all_else_in_longer_rows_of_larger_models() -
     with torch.device("meta"):
         windows = MistralConfig(**tiny_sizes(61), sliding_window=8)
         assert attention_parity(AutoModelForCausalLM.from_config(windows)) == 1e12
+
+
+def test_layers_without_attention_see_no_token() -> None:
+    """However long a row is: of two layers, one attends."""
+    model = make("qwen3_5")
+    (row,) = rows(1)
+    one, twice = micro_batch([row], [0]), micro_batch([row], [0])
+    twice.position_ids[:] = 2 * twice.position_ids + 1
+    seen = float((one.position_ids + 1).sum())
+    assert flops(model, twice) - flops(model, one) == pytest.approx(12 * 4 * 8 * seen)

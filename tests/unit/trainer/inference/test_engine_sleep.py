@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.api import PContext
 
+from support.proxy.servers import eventually
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.gpus import GpuSettings
@@ -210,18 +211,6 @@ def test_a_push_without_a_step_puts_it_to_sleep_itself(
     assert engine.state.weight == 1.0
 
 
-def refuse_once(engine: SleepingEngine, call: str) -> None:
-    refused: list[int] = []
-
-    def refuse(number: int, path: str) -> bool:
-        if path == call and not refused:
-            refused.append(number)
-            return True
-        return False
-
-    engine.refuse = refuse
-
-
 def test_a_sleep_that_fails_half_way_leaves_it_awake_and_says_why(
     engine: SleepingEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,13 +229,30 @@ def test_a_sleep_that_fails_half_way_leaves_it_awake_and_says_why(
     push(engine, pusher, 1)
 
 
+def test_an_engine_that_neither_sleeps_nor_goes_on_is_left_to_the_guard(
+    engine: SleepingEngine, checkpoint: Path, tmp_path: Path, level: SleepLevel
+) -> None:
+    pusher = make_pusher(engine.url, checkpoint, tmp_path, level)
+    guard = with_plan(pusher)
+    engine.refuse = lambda number, path: path.startswith("/sleep") or path == "/resume"
+    with pytest.raises(EngineLostError, match=r"refused /sleep.*does not go on: vLLM refused /res"):
+        pusher.stop_engine()
+    pusher.close()
+    assert "/api/push/release" not in engine.calls
+    assert not engine.serves
+    engine.refuse = lambda number, path: False
+    carry_out(engine, guard.plan)
+    assert engine.serves
+    assert engine.state.weight == MODEL_FOLDER
+
+
 @pytest.mark.parametrize("call", ["/wake_up weights", *LOAD[1:], "/api/push/version"])
 def test_a_push_that_fails_wakes_it_with_the_weights_of_before(
     engine: SleepingEngine, pusher: WeightPusher, call: str
 ) -> None:
     push(engine, pusher, 1)
     pusher.stop_engine()
-    refuse_once(engine, call)
+    engine.refuse_once(call)
     with pytest.raises(PushError, match=r"version 2 is not served, version 1 still is.*not today"):
         push(engine, pusher, 2)
     assert (engine.state.version, engine.state.weight) == (1, 1.0)
@@ -532,7 +538,7 @@ def test_calls_wait_as_long_as_it_sleeps_and_not_longer(
     ttl_s = 0.3
     with make_pusher(engine.url, checkpoint, tmp_path, 1, hold_ttl_s=ttl_s, drain_s=7) as pusher:
         pusher.stop_engine()
-        wait_for(lambda: engine.calls.count("/api/push/hold") > 4)
+        eventually(lambda: engine.calls.count("/api/push/hold") > 4, seconds=60)
         holds = [body for body in engine.bodies if "ttl_s" in body]
         assert holds[0] == {"ttl_s": ttl_s, "drain_s": 7}
         assert holds[1:] == [{"ttl_s": ttl_s, "drain_s": 0}] * len(holds[1:])
@@ -566,15 +572,8 @@ def test_a_hold_lasts_as_long_as_a_request_may(
     assert hold["ttl_s"] == ttl_s
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 TRAINER = """
-import sys, time
+import faulthandler, sys, time
 from pathlib import Path
 import torch
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
@@ -589,8 +588,11 @@ pusher = WeightPusher(url, url, checkpoint=Path(checkpoint), directory=Path(fold
 with pusher:
     pusher.push(1, [("w", torch.tensor([1.0]))])
     pusher.stop_engine()
+    faulthandler.dump_traceback_later(120, exit=True)
     print("asleep", flush=True)
-    time.sleep(600)
+    # Short: a signal between Python's last look for one and the call of a long sleep is slept over.
+    while True:
+        time.sleep(0.1)
 """
 
 
@@ -612,17 +614,18 @@ def test_a_trainer_that_ends_leaves_an_engine_that_wakes(
     assert trainer.stdout.readline() == b"asleep\n"
     before = len(engine.calls)
     os.killpg(trainer.pid, number)
-    trainer.wait()
-    wait_for(lambda: engine.calls[-1] == "/api/push/release")
+    ended = trainer.wait()
+    assert trainer.stderr is not None
+    assert ended == -number, trainer.stderr.read()
+    eventually(lambda: engine.calls[-1] == "/api/push/release", seconds=60)
     load = [*LOAD, "/api/push/version"] if level == 2 else []
     sleep = f"/sleep {level} keep"
     woken = [call for call in engine.calls[before:] if call != "/api/push/hold"]
     assert woken == [sleep, "/wake_up weights", *load, *GO_ON]
     assert (engine.state.version, engine.state.weight) == (1, 1.0)
     assert engine.serves
-    wait_for(lambda: [entry.name for entry in tmp_path.iterdir()] == ["state"])
+    eventually(lambda: [entry.name for entry in tmp_path.iterdir()] == ["state"], seconds=60)
     lock_for_ranks(tmp_path / "state").close()
-    assert trainer.stderr is not None
     assert b"the trainer ended while vLLM slept: it is awake" in trainer.stderr.read()
 
 

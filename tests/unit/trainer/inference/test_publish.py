@@ -14,8 +14,10 @@ from torch import Tensor
 
 from tracegrad_trainer.inference import publish, weight_files
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
+from tracegrad_trainer.inference.logprob_probe import ProbeMismatchError, ProbeSample
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.losses.logprob_gap import BOUNDS, LogprobGap
 
 
 class Gather:
@@ -97,6 +99,43 @@ def test_the_check_of_a_push_has_its_timeout(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TimeoutError):
         publish._Probing(made, [[1]])()
     assert (asked["timeout"], asked["tokens"]) == (7.0, 4)
+
+
+def test_each_engine_is_held_against_the_trainer_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is .2 nats off everywhere, twenty times what bfloat16 rounds, is within the bounds
+    if it is measured together with two that are right."""
+    off = {"http://a": 0.01, "http://b": 0.01, "http://c": 0.01}
+
+    def sample(url: str, prompts: object, **options: object) -> list[ProbeSample]:
+        return [ProbeSample([1], [2] * 32, [-1 - off[url]] * 32) for _ in range(8)]
+
+    monkeypatch.setattr(publish, "sample_probes", sample)
+    monkeypatch.setattr(publish, "_share", lambda samples: samples)
+    made = object.__new__(WeightPublisher)
+    push = SimpleNamespace(probe_tokens=32, timeout_s=7.0)
+    vllm = SimpleNamespace(api_key=None, served_model_name="policy")
+    made.settings = SimpleNamespace(  # type: ignore[assignment]
+        vllm=vllm, push=push, engine_urls=list(off)
+    )
+    made.allowed = "bfloat16"
+    monkeypatch.setattr(
+        made,
+        "trained_logprobs",
+        lambda samples: [-1.0] * sum(len(one.logprobs) for one in samples),
+        raising=False,
+    )
+    probing = publish._Probing(made, [[1]])
+    probing()
+    assert probing.gap is not None
+    assert probing.gap.p50 == pytest.approx(0.01)
+    off["http://b"] = 0.2
+    gaps = [value for value in off.values() for _ in range(256)]
+    assert LogprobGap.of(gaps).within(BOUNDS["bfloat16"])
+    with pytest.raises(ProbeMismatchError, match=r"^engine http://b: .*differ"):
+        probing()
+    assert probing.gap.p50 == pytest.approx(0.2)
 
 
 def test_a_bucket_of_tensors_is_in_memory_at_a_time(

@@ -50,6 +50,21 @@ def test_large_models_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_finite_is_written_in_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Large weights too, the sum of which float16 cannot hold; a NaN among them is seen."""
+    large = torch.full((3, 1000), 1e4, dtype=dtype)
+    files = WeightFiles(tmp_path)
+    [path] = files.write(1, [("w", large), ("none", large[:0])])
+    assert torch.equal(load_file(path)["w"], large)
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        broken = large.clone()
+        broken[1, 7] = bad
+        with pytest.raises(ValueError, match="w holds values that are not finite"):
+            files.write(2, [("w", broken)])
+    files.close()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_named(tmp_path: Path, bad: float) -> None:
     with pytest.raises(ValueError, match="norm holds values that are not finite"):

@@ -43,16 +43,6 @@ VARIABLES = {
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """As much of a model folder as settings look at."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
-        (folder / name).write_text("{}")
-    return folder
-
-
-@pytest.fixture
 def settings(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerSettings:
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)

@@ -9,19 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.trainer.loss_tokens import made, tokens
-from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
+from support.trainer.loss_tokens import made, metrics_of, tokens
+from tracegrad_trainer.losses import compute_loss, preset
 from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
     diagnostic_sums,
     summarise_diagnostics,
 )
-
-
-def metrics_of(settings: ObjectiveSettings, given: Tokens, version: int = 4) -> dict[str, float]:
-    done = compute_loss(settings, given)
-    added = numbers(diagnostic_sums(given, done, torch.zeros(len(given)), version))
-    return summarise_diagnostics(added, numbers(diagnostic_maxima(given, done, version)))
 
 
 def numbers(values: dict[str, Tensor]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from hypothesis import settings as run
 from hypothesis import strategies as st
 from torch import Tensor
 
-from support.trainer.loss_tokens import made, micro_batches, tokens
+from support.trainer.loss_tokens import dealt, made, micro_batches, tokens
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings, Tokens, compute_loss, preset
 from tracegrad_trainer.losses.diagnostics import (
     diagnostic_maxima,
@@ -109,15 +109,6 @@ def test_what_stands_for_an_experts_mu_changes_nothing(name: str) -> None:
     assert found[0] == found[1]
 
 
-def split(rows: list[int], given: Tokens, ways: list[int]) -> list[list[int]]:
-    """The rows dealt out as `ways` says, pairs together."""
-    parts: dict[int, list[int]] = {}
-    for row in rows:
-        number = int(given.pair[row])
-        parts.setdefault(ways[number if number >= 0 else row], []).append(row)
-    return list(parts.values())
-
-
 @pytest.mark.parametrize("name", PRESETS)
 @run(max_examples=8, deadline=None, derandomize=True)
 @for_any(seed=st.integers(0, 2**16), ways=st.lists(st.integers(0, 4), min_size=12, max_size=12))
@@ -132,7 +123,7 @@ def test_a_micro_batch_split_changes_nothing(name: str, seed: int, ways: list[in
     found: dict[str, float] = {}
     highest: dict[str, float] = {}
     gradient = torch.zeros_like(expected)
-    for one in micro_batches(settings, whole, split(list(range(whole.rows)), whole, ways)):
+    for one in micro_batches(settings, whole, dealt(whole, ways)):
         partly = compute_loss(settings, one)
         gradient += torch.autograd.grad(partly.total, whole.policy_logprobs)[0]
         for key, value in numbers(diagnostic_sums(one, partly, entropies(one), 4)).items():
@@ -197,7 +188,7 @@ def test_single_precision_keeps_six_digits_whatever_the_split(name: str) -> None
     assert expected.dtype is torch.float32
     total = units = 0.0
     gradient = torch.zeros_like(expected)
-    parts = split(list(range(whole.rows)), whole, list(range(40)))
+    parts = dealt(whole, range(40))
     for one in micro_batches(settings, whole, parts):
         partly = compute_loss(settings, one)
         total, units = total + partly.total.item(), units + partly.units.item()

@@ -17,30 +17,12 @@ from torch import Tensor
 from support.trainer import layout_ranks
 from support.trainer.layout_ranks import BUDGET, made
 from support.trainer.loss_tokens import made as made_tokens
-from support.trainer.loss_tokens import micro_batches, tokens
+from support.trainer.loss_tokens import metrics_of, micro_batches, tokens
 from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.batches import pack
 from tracegrad_trainer.engine.model.forward import TargetContext
 from tracegrad_trainer.engine.step.rollout_sums import with_rollout_sums
-from tracegrad_trainer.losses import ObjectiveSettings, Tokens, compute_loss, preset
-from tracegrad_trainer.losses.diagnostics import (
-    diagnostic_maxima,
-    diagnostic_sums,
-    summarise_diagnostics,
-)
-
-
-def metrics_of(chosen: ObjectiveSettings, *parts: Tokens) -> dict[str, float]:
-    """Of a step whose micro-batches these are."""
-    added: dict[str, float] = {}
-    highest: dict[str, float] = {}
-    for one in parts:
-        done = compute_loss(chosen, one)
-        for name, value in diagnostic_sums(one, done, torch.zeros(len(one)), 4).items():
-            added[name] = added.get(name, 0.0) + float(value)
-        for name, value in diagnostic_maxima(one, done, 4).items():
-            highest[name] = max(highest.get(name, 0.0), float(value))
-    return summarise_diagnostics(added, highest)
+from tracegrad_trainer.losses import Tokens, compute_loss, preset
 
 
 def one_bad_token(off: float, **more: Any) -> Tokens:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 from torch import Tensor
 
-from support.trainer.loss_tokens import FIELDS, made, micro_batches, tokens
+from support.trainer.loss_tokens import FIELDS, dealt, made, micro_batches, tokens
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings, Tokens, compute_loss, preset
 from tracegrad_trainer.losses.diagnostics import diagnostic_maxima, diagnostic_sums
 from tracegrad_trainer.losses.part_names import PARTS
@@ -93,16 +93,6 @@ def gradient(
     total = torch.stack([one.total for one in done]).sum()
     (slope,) = torch.autograd.grad(total + 0 * logp.sum(), [logp], retain_graph=True)
     return slope, float(sum(one.units for one in done))
-
-
-def dealt(given: Tokens, ways: list[int]) -> list[list[int]]:
-    """The rows in micro-batches, those of a pair together."""
-    found: dict[int, list[int]] = {}
-    for row in range(given.rows):
-        number = int(given.pair[row])
-        way = ways[(number if number >= 0 else row) % len(ways)]
-        found.setdefault(way, []).append(row)
-    return list(found.values())
 
 
 def check(settings: ObjectiveSettings, seed: int, ways: list[int]) -> None:

@@ -31,7 +31,7 @@ SOMETIMES = {
         "expert_routing_known_share",
     ),
     *("push/bytes", "push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
-    *("push/failed", "push/seconds", "push/seconds/…"),
+    *("push/failed", "push/seconds", "push/seconds/…", "push/paused_s"),
 }
 
 

@@ -67,7 +67,8 @@ def test_a_step_is_flat_numbers() -> None:
 
 
 def test_a_push_is_written_with_its_gap() -> None:
-    detail = {"seconds": {"send": 1.5, "pause": 0.5}, "gap": {"tokens": 8, "mean": 0.1, "max": 0.2}}
+    seconds = {"write": 1.5, "pause": 0.5}
+    detail = {"seconds": seconds, "paused_s": 0.5, "gap": {"tokens": 8, "mean": 0.1, "max": 0.2}}
     served = push_point(PolicyVersion(4, 3, "serving", 7.0, detail))
     assert served == MetricPoint(
         3,
@@ -75,8 +76,9 @@ def test_a_push_is_written_with_its_gap() -> None:
         {
             "push/failed": 0,
             "push/seconds": 2.0,
-            "push/seconds/send": 1.5,
+            "push/seconds/write": 1.5,
             "push/seconds/pause": 0.5,
+            "push/paused_s": 0.5,
             "push/gap_mean": 0.1,
             "push/gap_max": 0.2,
         },

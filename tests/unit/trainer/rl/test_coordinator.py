@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.store.events import rollout_events
 from support.trainer.prepared_run import fill
+from tracegrad.events import Event, Outcome, Reward
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
@@ -321,3 +324,61 @@ def test_a_judges_rewards_are_stored_and_used(make: Make) -> None:
 def test_a_judge_that_is_not_there_is_one_line(make: Make) -> None:
     with pytest.raises(ValueError, match="judge 'nowhere:judge' cannot be imported"):
         make(objective__judge="nowhere:judge")
+
+
+# Crashed attempts that nobody scored
+
+
+def crashed(name: str, *rewards: Reward) -> list[Event]:
+    ended = rollout_events(name, reward=None, outcome=Outcome.AGENT_ERROR, at=time.time() - 1)
+    return [*ended, *rewards]
+
+
+def rewards_of(coordinator: Coordinator, name: str) -> list[float | None]:
+    return [event.value for event in coordinator.store.rewards(name)]
+
+
+def test_a_crash_that_nobody_scored_has_the_reward_of_its_rule_once(make: Make) -> None:
+    coordinator = make(OFFLINE, rewards__agent_error=-0.5)
+    store = coordinator.store
+    store.append([event for name in ("a", "b") for event in crashed(name)])
+    store.append(crashed("scored", Reward(rollout_id="scored", value=0.25)))
+    withdrawn = [Reward(rollout_id="back", value=value) for value in (1.0, None)]
+    store.append(crashed("back", *withdrawn))
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    given = {each.rollout_id: each.reward for each in batch.groups[0].rollouts}
+    assert given == {"a": -0.5, "b": -0.5, "scored": 0.25}
+    [event] = store.rewards("a")
+    assert (event.source, event.label) == ("rule", "rewards.agent_error")
+    assert rewards_of(coordinator, "back") == [1.0, None], "it stays unknown"
+    assert coordinator.crash_reward is not None
+    coordinator.crash_reward._asked = -1e9
+    coordinator.crash_reward.apply(0.0)
+    assert rewards_of(coordinator, "a") == [-0.5]
+
+
+def test_a_reward_that_comes_after_the_rules_counts(make: Make) -> None:
+    coordinator = make(OFFLINE, rewards__agent_error=0, batches__group_size=2)
+    coordinator.store.append([event for name in ("a", "b") for event in crashed(name)])
+    assert coordinator.crash_reward is not None
+    coordinator.crash_reward.apply(0.0)
+    coordinator.store.append([Reward(rollout_id="a", value=0.75)])
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    given = {each.rollout_id: each.reward for each in batch.groups[0].rollouts}
+    assert given == {"a": 0.75, "b": 0.0}
+
+
+def test_the_rule_waits_for_those_who_score(make: Make) -> None:
+    coordinator = make(rewards__agent_error=0)
+    coordinator.store.append(crashed("a"))
+    coordinator._lease()
+    assert rewards_of(coordinator, "a") == [], "data.incomplete_after_s are not over"
+
+
+def test_without_the_rule_it_is_unknown(make: Make) -> None:
+    coordinator = make(OFFLINE)
+    coordinator.store.append(crashed("a"))
+    assert coordinator.next_batch(0) is None
+    assert rewards_of(coordinator, "a") == []

@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -14,6 +15,8 @@ from rich.console import Console
 from support.trainer.step_samples import fill, rollout, train, trainer_settings
 from tracegrad.events import Event, RolloutStarted, Turn
 from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
+from tracegrad_trainer.batches import pack
+from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli import dry_run
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -54,6 +57,18 @@ def test_the_plan_is_what_is_trained_then(settings: TrainerSettings) -> None:
     assert plan.groups[0].advantages == pytest.approx((-0.70710, 0.70710), abs=1e-4)
     after = planned(settings)
     assert (after.step, after.version, [g.group_id for g in after.groups]) == (2, 1, ["t2"])
+
+
+def test_rows_are_packed_as_the_step_packs_them(settings: TrainerSettings) -> None:
+    """By what they cost in the model at hand."""
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 3)
+        with patch("tracegrad_trainer.rl.dry_run.pack", wraps=pack) as packing:
+            plan_step(settings, store)
+        train(settings, 1)
+        step = StepHistory(store).step(1)
+    assert step is not None
+    assert packing.call_args.kwargs["parity"] == (step.batch or {})["parity"] != ATTENTION_PARITY
 
 
 def test_tasks_that_nobody_named_are_shown_by_what_was_asked(

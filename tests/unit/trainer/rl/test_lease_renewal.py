@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.proxy.servers import eventually
 from support.store.ledger_fixtures import FakeClock
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.trainer.step_samples import fill, trainer_settings
@@ -45,13 +45,6 @@ def coordinator(settings: TrainerSettings, store: Store) -> Iterator[Coordinator
     made.leases.close()
 
 
-def eventually(there: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not there():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)
-
-
 def stolen(store: Store, groups: int = 1) -> list[Group]:
     """By a trainer of another folder."""
     return Ledger(store).lease(
@@ -72,7 +65,9 @@ def pass_time(fake: FakeClock, store: Store, rollout_id: str, seconds: float) ->
     end = fake.now + seconds
     while fake.now < end:
         fake.advance(TTL_S / 2)
-        eventually(lambda: ledger.leases(rollout_id)[-1].leased_until == fake.now + TTL_S)
+        eventually(
+            lambda: ledger.leases(rollout_id)[-1].leased_until == fake.now + TTL_S, PATIENCE_S
+        )
 
 
 def test_what_is_held_is_renewed_until_it_is_let_go_or_the_holder_ends(

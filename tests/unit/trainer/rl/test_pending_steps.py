@@ -12,9 +12,9 @@ from sqlalchemy import update
 
 from support.trainer.kill_runs import made
 from support.trainer.step_samples import fill, train, trainer_settings
-from tracegrad.store import LeaseLost, Ledger, StepRecord, Store
+from tracegrad.store import LeaseLost, Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
-from tracegrad.store.maintenance import examine
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, examine, prune
 from tracegrad.store.models import Steps
 from tracegrad_trainer.cli.export import ExportError, checkpoint_to_export
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -129,6 +129,59 @@ def test_what_a_crash_loses_is_trained_again_once(tmp_path: Path) -> None:
         assert examine(store).findings == []
 
 
+def serve(loop: TrainLoop) -> None:
+    """As after a push."""
+    assert loop.store is not None
+    loop.store.record_version(PolicyVersion(loop.version, step=loop.step or None, state="serving"))
+
+
+def lags(loop: TrainLoop) -> list[int]:
+    """Of the next batch's tokens."""
+    assert loop.next_action() == "train"
+    assert loop.batch is not None
+    rows = loop.batch.selection.rows
+    return sorted({loop.version - int(v) for row in rows for v in row.policy_version[row.keep]})
+
+
+def test_versions_that_a_crash_loses_make_nothing_stale(tmp_path: Path) -> None:
+    """All was sampled by the model folder's weights. Numbers of lost versions are not used again,
+    and say nothing of how far the weights have moved: at most 4 updates here."""
+    settings = settings_of(tmp_path, every_steps=9)
+    for last in (2, 5, 8):  # two steps each time, and the first push
+        with training(settings, 0) as loop:
+            serve(loop)
+            for lag in (0, 1):
+                assert lags(loop) == [lag]
+                assert loop.train_batch()
+                serve(loop)
+        assert loop.version == last
+    with training(settings, 0) as loop:
+        assert loop.version == 9
+        for lag in range(4):
+            assert lags(loop) == [lag]
+            assert loop.train_batch()
+        loop.commit_pending()
+    with training(settings, 0) as loop:
+        assert (loop.step, loop.version) == (4, 13)
+        assert lags(loop) == [4]
+        assert loop.train_batch()
+        loop.commit_pending()
+    with Store.open(settings.proxy.store) as store:
+        assert store.turn_counts().trained == 60
+        assert replay(store, settings.state_dir, ReplayRequest(step=5)).differing == []
+
+
+def test_nor_do_those_that_an_older_checkpoint_leaves_behind(tmp_path: Path) -> None:
+    """Of four steps the last two are gone: version 5 has the weights of version 2."""
+    settings = settings_of(tmp_path)
+    train(settings, 4)
+    (settings.checkpoints / "step-00000004" / ".metadata").unlink()
+    other = settings.checkpoint.model_copy(update={"resume_from": 2})
+    with training(settings.model_copy(update={"checkpoint": other}), 0) as loop:
+        assert (loop.step, loop.version) == (4, 5)
+        assert lags(loop) == [2]
+
+
 def test_a_step_that_is_not_served_from_a_checkpoint_leaves_its_turns_to_nobody(
     tmp_path: Path,
 ) -> None:
@@ -160,6 +213,29 @@ def test_they_are_not_saved_before_they_have_waited(tmp_path: Path) -> None:
     with training(settings, 5) as loop:
         loop.leading.supply = RolloutSupply(is_open=True, patience_s=0.0)
         assert loop.next_action() == "idle"
+
+
+def test_a_checkpoint_that_was_never_committed_keeps_no_other_one_s_place(tmp_path: Path) -> None:
+    """A run was killed behind its checkpoint of step 3: the next one has some of 2 and of 4."""
+    settings = settings_of(tmp_path, every_steps=2, keep=2)
+    with training(settings, 3) as loop:
+        loop.commit_saved()
+        loop.save()
+        loop.pending.await_written()
+    assert saved(settings) == [2, 3]
+    train(settings, 2)
+    assert [one.checkpoint is not None for one in steps_of(settings)] == [False, True, False, True]
+    assert saved(settings) == [2, 3, 4], "two that were committed"
+    (settings.checkpoints / "step-00000004" / ".metadata").unlink()
+    with (
+        Store.open(settings.proxy.store) as store,
+        pytest.raises(CheckpointError, match=r"which is whole: checkpoint\.resume_from=2"),
+    ):
+        resume_checkpoint(store, settings)
+    other = settings.checkpoint.model_copy(update={"resume_from": 2})
+    again = settings.model_copy(update={"checkpoint": other})
+    train(again, 1)
+    assert saved(settings) == [4, 5], "the older ones go together"
 
 
 def test_all_of_them_are_given_up_where_the_ledger_refuses_one(tmp_path: Path) -> None:
@@ -209,6 +285,26 @@ def test_a_step_whose_chain_is_broken_is_not(run: TrainerSettings, tmp_path: Pat
             gone.rename(run.checkpoints)
     missing = "the checkpoint before it is gone"
     assert [one.problem for one in found] == [missing, missing, None, None, None]
+
+
+def test_a_step_is_not_offered_whose_weights_need_turns_that_are_gone(tmp_path: Path) -> None:
+    """Those of the step before it, which has no checkpoint of its own."""
+    settings = settings_of(tmp_path, every_steps=3)
+    train(settings, 5)
+    with Store.open(settings.proxy.store) as store:
+        prune(store, RetentionRule(selection=RolloutSelection(rollouts=("t0r0", "t0r1"))))
+        listed = list_candidates(store, settings.state_dir, limit=9)
+        assert {one.step.step: one.problem for one in listed} == {
+            5: None,
+            4: None,
+            3: "6 of step 1's turns were removed",
+            2: "6 of step 1's turns were removed",
+            1: "6 of its turns were removed",
+        }
+        for one in listed:
+            if one.problem is not None:
+                with pytest.raises(ReplayError, match="of step 1 were removed"):
+                    replay(store, settings.state_dir, ReplayRequest(step=one.step.step))
 
 
 def test_no_weights_are_taken_for_those_of_a_step_without_a_checkpoint(

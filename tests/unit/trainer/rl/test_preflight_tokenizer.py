@@ -13,7 +13,7 @@ import pytest
 
 from support.trainer.prepared_run import save_smallest_model, settings_of
 from support.trainer.tiny_model import tiny_tokenizer
-from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.config.trainer import PushSettings, TrainerSettings
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 
 Answer = Callable[[str, dict[str, Any]], dict[str, Any] | None]
@@ -100,3 +100,17 @@ def test_a_vocabulary_that_goes_on_otherwise_is_refused(model: Path, engine: Eng
 def test_an_engine_that_cannot_be_asked_is_taken_at_its_word(model: Path, engine: Engine) -> None:
     engine.answer = lambda path, request: None
     check_served_tokenizer(settings(model, engine))
+
+
+def test_each_of_several_engines_is_asked(model: Path, engine: Engine) -> None:
+    engine.answer = like(tiny_tokenizer())
+    with Engine(("127.0.0.1", 0), Handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        both = settings(model, engine).with_changes(push=PushSettings(engines=(url,)))
+        other.answer = like(tiny_tokenizer())
+        check_served_tokenizer(both)
+        other.answer = lambda path, request: {"tokens": [1], "prompt": "x"}
+        with pytest.raises(ValueError, match=f"vLLM at {url} must serve the tokenizer"):
+            check_served_tokenizer(both)
+        other.shutdown()

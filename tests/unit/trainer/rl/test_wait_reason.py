@@ -32,7 +32,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def needs(**changes: Any) -> BatchNeeds:
-    given: dict[str, Any] = {"groups": 2, "group_size": 4, "tags": {}, "incomplete_after_s": 1e9}
+    given: dict[str, Any] = {"groups": 2, "group_size": 4, "tags": {}}
+    given["incomplete_after_s"] = AGO_S + 7200
     return BatchNeeds(**{**given, "refills": False, "url": URL, **changes})
 
 
@@ -79,7 +80,8 @@ def untitled(event: RolloutStarted) -> Event:
         (
             [*rollouts(5, 2), *rollouts(1, 3, first=5), *rollouts(1, 4, first=6)],
             "few_attempts",
-            "5 tasks have 2 of 4 attempts, 1 has 3 of 4; 1 of 2 groups ready; newest 3 h ago",
+            "5 tasks have 2 of 4 attempts, 1 has 3 of 4 (a smaller group is taken in 2 h);"
+            " 1 of 2 groups ready; newest 3 h ago",
         ),
         (rollouts(2, 4), "ready", "2 of 2 groups ready; newest 3 h ago"),
         (without(Reward), "no_reward", "6 rollouts ended without a reward; 0 of 2 groups"),

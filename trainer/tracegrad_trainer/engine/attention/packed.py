@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -18,10 +17,8 @@ from tracegrad_trainer.engine.attention.masked import (
     Values,
     masked_attention,
 )
+from tracegrad_trainer.engine.attention.padded_paths import PaddedPaths
 from tracegrad_trainer.engine.attention.visibility import TokenVisibility
-
-# Rows shorter than this share of the longest in their block start a block of their own.
-_ALIKE = 0.6
 
 
 class PackedRowAttention:
@@ -35,52 +32,27 @@ class PackedRowAttention:
     """
 
     def __init__(self, row_lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
-        lengths = np.asarray(row_lengths, np.int64)
-        starts = np.cumsum(lengths) - lengths
-        order = np.argsort(-lengths, kind="stable")
-        self.blocks: list[Tensor] = []  # [rows, longest] places in the pack
-        back = np.empty(int(lengths.sum()), np.int64)
-        offset = 0
-        for block in _alike(order.tolist(), lengths.tolist()):
-            longest = int(lengths[block[0]])
-            place = np.minimum(starts[block][:, None] + np.arange(longest), len(back) - 1)
-            self.blocks.append(torch.from_numpy(place).to(device))
-            for i, row in enumerate(block):
-                at = offset + i * longest
-                back[starts[row] : starts[row] + lengths[row]] = at + np.arange(lengths[row])
-            offset += len(block) * longest
-        self.back = torch.from_numpy(back).to(device)  # [T] places in the flattened blocks
+        self.paths = PaddedPaths.of_rows(row_lengths, device)
+        self._device = device
         self._visible: dict[int, TokenVisibility] = {}  # by the length of a block's rows
 
     def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
-        heads, tokens, _ = query.shape[1:]
         assert query.shape[0] == 1
-        assert self.back.shape == (tokens,)
+        assert self.paths.back.shape == query.shape[2:3]
         outputs = []
-        for place in self.blocks:
+        for place in self.paths.blocks:
             q, k, v = (_spread(x, place) for x in (query, key, value))
             if scores.plain and (scores.window is None or scores.window >= place.shape[1]):
                 out = masked_attention(q, k, v, scores, None)
             else:
                 out = blocked_attention(q, k, v, scores, self._visibility(place.shape[1]))
-            outputs.append(out.transpose(1, 2).reshape(-1, heads, value.shape[-1]))
-        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return flat.index_select(0, self.back)[None]
+            outputs.append(out.transpose(1, 2))
+        return self.paths.join(outputs)[None]
 
     def _visibility(self, longest: int) -> TokenVisibility:
         if longest not in self._visible:
-            self._visible[longest] = TokenVisibility.of_rows([longest], self.back.device)
+            self._visible[longest] = TokenVisibility.of_rows([longest], self._device)
         return self._visible[longest]
-
-
-def _alike(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    for row in order:
-        if blocks and lengths[row] >= _ALIKE * lengths[blocks[-1][0]]:
-            blocks[-1].append(row)
-        else:
-            blocks.append([row])
-    return blocks
 
 
 def _spread(

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from tracegrad_trainer.engine.checkpoint.untrained_parts import add_untrained_parts
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.lora import merged_tensors
 from tracegrad_trainer.utils.scratch_folder import replacing_folder
@@ -77,10 +78,11 @@ def save_hf(
     """Write a folder that `from_pretrained` and vLLM read; every rank calls, rank 0 writes.
 
     The folder appears whole or not at all, and replaces one that was there. Tokenizer, chat
-    template and generation settings of the folder `companions_from` come along.
+    template, generation settings and what is not trained of the folder `companions_from` come
+    along.
 
     Raises:
-        OSError: it could not be written (on rank 0; the other ranks return).
+        OSError, ValueError: it could not be written (on rank 0; the other ranks return).
     """
     first = dist.get_rank() == 0
     weights: dict[str, Tensor] = {}
@@ -97,6 +99,7 @@ def save_hf(
             config.save_pretrained(partial)
             if companions_from is not None:
                 copy_tokenizer_files(companions_from, partial)
+                add_untrained_parts(Path(companions_from), partial, config.dtype)
 
 
 def copy_tokenizer_files(folder: Path | str, into: Path) -> None:

@@ -147,7 +147,7 @@ def older_checkpoint_hint(folder: Path) -> str:
         one
         for one in list_checkpoints(folder.parent)
         if _NAME.fullmatch(folder.name)
-        and checkpoint_step(one) < checkpoint_step(folder)
+        and checkpoint_step(one) <= _newest_before(folder)
         and not _missing(one)
     ]
     if not whole:
@@ -156,6 +156,16 @@ def older_checkpoint_hint(folder: Path) -> str:
         f"; put it back from a copy, or go on from {whole[-1]}, which is whole:"
         f" checkpoint.resume_from={checkpoint_step(whole[-1])}"
     )
+
+
+def _newest_before(folder: Path) -> int:
+    """The step of the checkpoint that it descends from: one between them was never committed."""
+    try:
+        parent = json.loads((folder / MANIFEST_NAME).read_text())["parent"]
+        found: int = parent["step"]
+    except (OSError, ValueError, KeyError, TypeError):  # damaged, of an earlier version, the first
+        return checkpoint_step(folder) - 1
+    return found
 
 
 def _digest(file: Path) -> list[int]:

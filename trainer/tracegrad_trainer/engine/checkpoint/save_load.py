@@ -118,8 +118,15 @@ class CheckpointSaver:
         if error is not None:
             raise CheckpointError(f"checkpoint {self._folder} not written: {error}")
 
-    def prune(self, *, keep: int, keep_every: int | None = None) -> None:
-        """Drops old checkpoints: the newest `keep` stay, and every `keep_every`th.
+    def prune(
+        self,
+        *,
+        keep: int,
+        keep_every: int | None = None,
+        counts: Callable[[Path], bool] = lambda _: True,
+    ) -> None:
+        """Drops old checkpoints: the newest `keep` stay, and every `keep_every`th. Those that do
+        not count (one that a kill left before its commit) go with the counted ones around them.
 
         Those of later steps than the last one that was started stay too, and do not count: they
         are of another store or of a time before a restore, and would push out the one just made.
@@ -132,8 +139,10 @@ class CheckpointSaver:
             for one in list_checkpoints(self.root)
             if last is None or checkpoint_step(one) <= last
         ]
-        for old in made[:-keep]:
-            if not (keep_every and checkpoint_step(old) % keep_every == 0):
+        for old in reversed(made):
+            if keep > 0:
+                keep -= counts(old)
+            elif not (keep_every and checkpoint_step(old) % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, state: dict[str, Any], own: dict[str, Any], bound: int) -> None:
@@ -255,7 +264,13 @@ def root_cause(error: CheckpointException) -> str:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
+    """Weights that have several names (a head tied to the embedding) under the first of them.
+    Earlier checkpoints have them under each; what is not asked for is not read."""
     model, optimizer = get_state_dict(learner.model, learner.optimizer, options=_OPTIONS)
+    once = {name for name, _ in learner.model.named_parameters()}
+    for name, _ in learner.model.named_parameters(remove_duplicate=False):
+        if name not in once:
+            model.pop(name, None)
     return {"model": model, "optimizer": optimizer}
 
 

@@ -15,6 +15,7 @@ from tracegrad_trainer.engine.context_parallel import (
     ContextParallelAttention,
     repeats_of,
 )
+from tracegrad_trainer.engine.model import recurrent_layers
 from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 
@@ -31,8 +32,7 @@ def check_context_parallel(
     Raises:
         ValueError: the ranks cannot share the model's heads, or slices give other hidden states.
     """
-    for layer in layer_configs(model.config):
-        _check_heads(layer, context.size)
+    check_heads(model, context.size)
     apart = run_inside_forward(model, lambda whole: _difference(whole, context, device))
     for module in model.modules():  # blocks stay whole behind a forward without `fsdp.reshard`
         if isinstance(module, FSDPModule):
@@ -42,6 +42,21 @@ def check_context_parallel(
             f"fsdp.context_parallel = {context.size}: {type(model).__name__} looks at a row's other"
             " tokens by more than attention, so that slices of one give other numbers: set it to 1"
         )
+
+
+def check_heads(model: nn.Module, ranks: int) -> None:
+    """Of every layer, whether so many ranks can share its heads; the model may be without storage.
+
+    Raises:
+        ValueError: they cannot; names numbers that can.
+    """
+    if recurrent_layers.is_installed(model):
+        raise ValueError(
+            f"fsdp.context_parallel = {ranks}: {type(model).__name__} has layers that carry a state"
+            " along a row, which ranks cannot share by its tokens: set it to 1"
+        )
+    for layer in layer_configs(model.config):
+        _check_heads(layer, ranks)
 
 
 def _check_heads(layer: Any, ranks: int) -> None:

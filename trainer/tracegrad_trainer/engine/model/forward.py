@@ -15,7 +15,7 @@ from tracegrad_trainer.batches import MicroBatch
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.dispatch import RowAttention
 from tracegrad_trainer.engine.context_parallel import ContextParallel, ContextParallelAttention
-from tracegrad_trainer.engine.model import router_replay
+from tracegrad_trainer.engine.model import recurrent_layers, router_replay
 from tracegrad_trainer.engine.model import value_head as value
 from tracegrad_trainer.engine.model.chunked_logprobs import LogitTransform, chunked_logprobs
 from tracegrad_trainer.losses.tokens import PerToken, Scalar, TokenMask, Tokens
@@ -135,13 +135,15 @@ def _sliced(inputs: ModelInputs, context: ContextParallel, device: torch.device)
 
 
 def model_arguments(model: nn.Module, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, and the
-    experts that its tokens go to."""
-    routes: dict[str, Any] = {}
+    """Keyword arguments of the model's forward: what keeps a micro-batch's rows apart, in attention
+    and in recurrent layers, and the experts that its tokens go to."""
+    given: dict[str, Any] = {}
     if router_replay.is_installed(model) and batch.expert_routing is not None:
         # As narrow as they came: a step's micro-batches are on the device all at once.
-        routes = {"routes": torch.from_numpy(batch.expert_routing).to(device)}
-    return routes | dispatch.row_arguments(model, batch, device)
+        given["routes"] = torch.from_numpy(batch.expert_routing).to(device)
+    if recurrent_layers.is_installed(model):
+        given["token_paths"] = recurrent_layers.paths_of(batch, device)
+    return given | dispatch.row_arguments(model, batch, device)
 
 
 def loss_tokens_of(inputs: ModelInputs, now: ForwardOutput, before: TargetContext) -> Tokens:

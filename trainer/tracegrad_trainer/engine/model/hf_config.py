@@ -12,6 +12,10 @@ from tracegrad_trainer.engine.attention.masked import ScoreTransform
 
 # Most configs; Gemma 4; Aria.
 _EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+# Kinds of layers. Those with a mask see rows apart by it; others look at no token but their own.
+MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+POINTWISE_LAYERS = {"mlp", "moe"}
+_WITHOUT_ATTENTION = POINTWISE_LAYERS | {"linear_attention", "conv", "mamba"}
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -51,11 +55,13 @@ def query_heads(layer: Any) -> tuple[int, int]:
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Of each layer, how many tokens a token sees, itself among them; None: all before it."""
+    """Of each layer, how many tokens a token sees by attention, itself among them; None: all before
+    it."""
     text = config.get_text_config()
     window: int | None = getattr(text, "sliding_window", None)
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    seen = {"sliding_attention": window} | dict.fromkeys(_WITHOUT_ATTENTION, 0)
+    return [seen.get(kind) for kind in kinds]
 
 
 def experts_per_token(layer: Any) -> int | None:

@@ -68,6 +68,7 @@ class HfWeights:
         self._model: Any = model
         self._expected: dict[str, Tensor] = model.state_dict()  # with all names of tied ones
         self._parts: dict[str, _FileTensor | _Converted] = {}
+        self.untrained: list[str] = []  # names of the files' tensors that are no part of the model
         try:
             self._assign(_read_headers(folder))
         except (OSError, ValueError) as error:
@@ -121,11 +122,12 @@ class HfWeights:
                 if name in self._expected:
                     self._parts[name] = _Converted(group, name, self._expected[name].shape)
         self._model._weight_conversions = [rule for rule in rules if rule.was_used()]
-        self._say_unknown(unknown)
+        self.untrained = [key for key in unknown if not re.search(r"rotary_emb\.inv_freq", key)]
+        self._say_untrained()
 
-    def _say_unknown(self, unknown: Sequence[str]) -> None:
-        ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
-        left = [key for key in unknown if not any(re.search(one, key) for one in ignored)]
+    def _say_untrained(self) -> None:
+        ignored = self._model._keys_to_ignore_on_load_unexpected or ()
+        left = [key for key in self.untrained if not any(re.search(one, key) for one in ignored)]
         if left:
             _log.warning(
                 "model = %r: %d of its tensors are no part of %s and are not trained (the first:"

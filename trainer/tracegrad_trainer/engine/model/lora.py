@@ -21,6 +21,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.pytorch_utils import Conv1D
 
 from tracegrad_trainer.engine.config import LoraSettings
@@ -107,7 +108,8 @@ def _all_linear(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if isinstance(module, (nn.Linear, Conv1D)) and module is not head
     ]
-    if any(parameter.ndim == 3 for parameter in model.parameters()):
+    convolved = {id(m.weight) for m in model.modules() if isinstance(m, nn.Conv1d)}
+    if any(p.ndim == 3 and id(p) not in convolved for p in model.parameters()):
         # Beside stacked experts peft takes the names of a dense layer for theirs.
         names = [name for name in names if "attn" in name or "attention" in name]
     return names
@@ -140,10 +142,26 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 def adapter_tensors(
     model: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name as in peft's files, whole tensor); every rank must run through all of them."""
+    """(name as in peft's files, whole tensor); every rank must run through all of them.
+
+    Of the language model in a model that sees, the names are those of the whole: vLLM passes over
+    adapters for layers that it does not find, and says nothing.
+    """
     for name, parameter in model.named_parameters():
         if f".{_ADAPTER}." in name and is_adapter_parameter(name):
-            yield "base_model.model." + name.replace(f".{_ADAPTER}.", "."), _whole(parameter, dtype)
+            layer, _, part = name.partition(".lora_")
+            part = part.replace(f".{_ADAPTER}.", ".")
+            layer = _name_in_folder(model, layer)
+            yield f"base_model.model.{layer}.lora_{part}", _whole(parameter, dtype)
+
+
+def _name_in_folder(model: nn.Module, layer: str) -> str:
+    """A linear layer's, where all that its folder has otherwise is what its name begins with."""
+    weight = f"{layer}.weight"
+    with torch.device("meta"):
+        [(name, _), *more] = revert_weight_conversion(model, {weight: torch.empty(1, 1)}).items()
+    alike = not more and name.rpartition(".")[0].endswith(layer.partition(".")[2])
+    return name.removesuffix(".weight") if alike else layer
 
 
 def merged_tensors(
@@ -200,6 +218,12 @@ def _config(model: nn.Module) -> LoraConfig:
     configs: Any = model.peft_config
     config: LoraConfig = copy.copy(configs[_ADAPTER])
     config.inference_mode = True
+    targets: Any = config.target_modules
+    if isinstance(targets, set):  # what peft makes of a list
+        layers = {name for name, _ in _layers(model)}
+        config.target_modules = {  # type: ignore[assignment]
+            _name_in_folder(model, one) if one in layers else one for one in targets
+        }
     return config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,21 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.blocked import working_bytes
+from tracegrad_trainer.engine.attention.masked import (
+    Attended,
+    Keys,
+    Queries,
+    ScoreTransform,
+    Values,
+)
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype
-from tracegrad_trainer.engine.model import router_replay
+from tracegrad_trainer.engine.model import recurrent_layers, router_replay
 from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import (
+    MASKED_LAYERS,
+    POINTWISE_LAYERS,
     experts_per_token,
     layer_configs,
     query_heads,
@@ -39,9 +49,10 @@ _ASK = """
 import torch
 print(min(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())))
 """
-# Layers of these kinds see their rows apart by masks; others (recurrent, convolutional) do not.
-_MASKED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 _OURS_PREFIX = "tracegrad_"
+_OTHER_ATTENTION = (
+    "{} takes no attention but transformers' own: set fsdp.attention = 'sdpa' or 'eager'"
+)
 _COARSE = 0.03  # of hidden states in bfloat16, as a share of the largest
 
 
@@ -50,20 +61,19 @@ def check_supported(model: nn.Module) -> None:
     see wrongly."""
     config: Any = model.config
     name: str = config._attn_implementation
-    kinds = set(getattr(config, "layer_types", None) or ()) - _MASKED_LAYERS
-    if kinds or getattr(model, "_is_stateful", False):
+    kinds = _layer_kinds(config) - MASKED_LAYERS - POINTWISE_LAYERS
+    recurrent = bool(kinds) or getattr(model, "_is_stateful", False)
+    if recurrent and not recurrent_layers.recurrent_layers(model):
         what = ", ".join(sorted(kinds)) or "recurrent layers"
         raise ValueError(
             f"{type(model).__name__} has {what}, which carry a state from one row of a pack to the"
-            " next: such models cannot be trained here"
+            " next, in a way not known here: such models cannot be trained"
         )
     if name.startswith(_OURS_PREFIX):
-        chunked = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-        if chunked or not getattr(model, "_supports_attention_backend", False):
-            raise ValueError(
-                f"{type(model).__name__} takes no attention but transformers' own:"
-                " set fsdp.attention = 'sdpa' or 'eager'"
-            )
+        # Models with recurrent layers do not say that they have a backend; they are tried.
+        backend = recurrent or getattr(model, "_supports_attention_backend", False)
+        if "chunked_attention" in _layer_kinds(config) or not backend:
+            raise ValueError(_OTHER_ATTENTION.format(type(model).__name__))
     if name == "sdpa" and getattr(config, "attn_logit_softcapping", None) is not None:
         raise ValueError(
             f"{type(model).__name__} caps attention scores, which 'sdpa' leaves out:"
@@ -77,22 +87,45 @@ def check_rows_apart(model: nn.Module, device: torch.device) -> None:
     name: str = config._attn_implementation
     if name.startswith("flash"):
         return
-    seen = run_inside_forward(model, lambda whole: _rows_see_each_other(whole, device))
+    trial = run_inside_forward(model, lambda whole: _try_rows(whole, device))
     # Blocks too, which stay whole behind a forward without `fsdp.reshard`: whoever asks for the
     # model's parameters next must get the shards.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    if seen:
-        other = "'eager'" if name.startswith(_OURS_PREFIX) else "'packed'"
+    ours = name.startswith(_OURS_PREFIX)
+    if trial.apart and ours and _layer_kinds(config) & MASKED_LAYERS and not trial.attended:
+        raise ValueError(_OTHER_ATTENTION.format(type(model).__name__))
+    if not trial.apart:
+        other = "'eager'" if ours else "'packed'"
         raise ValueError(
             f"{type(model).__name__} lets the rows of a pack see each other with this attention:"
             f" set fsdp.attention = {other}"
         )
 
 
+def _layer_kinds(config: Any) -> set[str]:
+    return set(getattr(config.get_text_config(), "layer_types", None) or ())
+
+
+class _CountedAttention(PackedRowAttention):
+    """Of a trial: knows whether a model came to it."""
+
+    calls = 0
+
+    def attend(self, query: Queries, key: Keys, value: Values, scores: ScoreTransform) -> Attended:
+        self.calls += 1
+        return super().attend(query, key, value, scores)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    apart: bool
+    attended: bool  # by our attention
+
+
 @torch.no_grad()
-def _rows_see_each_other(model: nn.Module, device: torch.device) -> bool:
+def _try_rows(model: nn.Module, device: torch.device) -> _Trial:
     """A row of three tokens behind another, and alone.
 
     transformers finds rows by their position ids, but not every model hands those to its masks.
@@ -102,14 +135,20 @@ def _rows_see_each_other(model: nn.Module, device: torch.device) -> bool:
     name = config._attn_implementation
     if name == dispatch.VARLEN:  # of its kernel nothing is asked here, and it may have no device
         config._attn_implementation = dispatch.PACKED
+    calls = 0
 
     def hidden(ids: list[int], lengths: list[int]) -> torch.Tensor:
+        nonlocal calls
         positions = torch.cat([torch.arange(n) for n in lengths])[None].to(device)
-        rows: dict[str, Any] = {}
+        rows = _CountedAttention(lengths, device)
+        given: dict[str, Any] = {}
         if config._attn_implementation == dispatch.PACKED:
-            rows = {"packed_rows": PackedRowAttention(lengths, device)}
+            given["packed_rows"] = rows
+        if recurrent_layers.is_installed(model):
+            given["token_paths"] = rows.paths
         tokens = torch.tensor([ids], device=device)
-        out = backbone(input_ids=tokens, position_ids=positions, use_cache=False, **rows)
+        out = backbone(input_ids=tokens, position_ids=positions, use_cache=False, **given)
+        calls += rows.calls
         last: torch.Tensor = out.last_hidden_state[0, -3:]
         return last
 
@@ -119,7 +158,8 @@ def _rows_see_each_other(model: nn.Module, device: torch.device) -> bool:
     finally:
         config._attn_implementation = name
     tolerance = 1e-3 if alone.dtype == torch.float32 else _COARSE
-    return bool((alone - behind).abs().max() > tolerance * alone.abs().max())
+    apart = (alone - behind).abs().max() <= tolerance * alone.abs().max()
+    return _Trial(bool(apart), calls > 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +331,7 @@ def estimate_memory(
     whole = 0 if there else gathered * computed
     if not settings.reshard:
         whole += 4 * trained
-    activations, waiting = _activations(model.config, settings, tokens)
+    activations, waiting = _activations(model, settings, tokens)
     return MemoryEstimate(
         parameters=count,
         state=state,
@@ -319,10 +359,13 @@ def loading_bytes(model: nn.Module, ranks: int) -> int:
     return 2 * 4 * max(p.numel() for p in model.parameters()) // ranks
 
 
-def _activations(config: Any, settings: FsdpSettings, tokens: int) -> tuple[int, int]:
+def _activations(model: nn.Module, settings: FsdpSettings, tokens: int) -> tuple[int, int]:
     """Bytes that the blocks keep for backward: on the device, and in the host's memory."""
-    layers = layer_configs(config)
+    layers = layer_configs(model.config)
+    itemsize = compute_dtype(settings).itemsize
     each = [_kept(layer) for layer in layers]
+    for i, more in _recurrent(model, layers[0].hidden_size):
+        each[i] += int(more / itemsize)
     inputs = sum(layer.hidden_size for layer in layers)
     values, waiting = sum(each), 0
     if settings.gradient_checkpointing:
@@ -332,8 +375,20 @@ def _activations(config: Any, settings: FsdpSettings, tokens: int) -> tuple[int,
     if settings.activation_offloading:
         # On the device of the block that is computed, and of the one on its way.
         values, waiting = 2 * max(each), values
-    token = tokens * compute_dtype(settings).itemsize
+    token = tokens * itemsize
     return token * values, token * waiting
+
+
+def _recurrent(model: nn.Module, hidden_size: int) -> Iterator[tuple[int, float]]:
+    """Number of a layer that carries a state, and the bytes a token that it keeps for that."""
+    known: dict[type, float] = {}
+    layers = recurrent_layers.recurrent_layers(model)
+    for i, block in enumerate(transformer_blocks(model)):
+        inside = [layer for layer in layers if any(layer is one for one in block.modules())]
+        for layer in inside:
+            if type(layer) not in known:
+                known[type(layer)] = recurrent_layers.kept_bytes(layer, hidden_size)
+            yield i, known[type(layer)]
 
 
 def _attention_scores(config: Any, settings: FsdpSettings, tokens: int) -> int:

@@ -27,7 +27,13 @@ from tracegrad_trainer.engine.distributed import (
     pick_device,
     sharding_mesh,
 )
-from tracegrad_trainer.engine.model import lora, memory, router_replay, value_head
+from tracegrad_trainer.engine.model import (
+    lora,
+    memory,
+    recurrent_layers,
+    router_replay,
+    value_head,
+)
 from tracegrad_trainer.engine.model.activation_memory import save_activation_memory
 from tracegrad_trainer.engine.model.compile import compile_blocks
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
@@ -123,6 +129,7 @@ def prepare_model(model: nn.Module, settings: FsdpSettings) -> nn.Module:
         if isinstance(getattr(module, "attention_dropout", None), int | float):
             setattr(module, "attention_dropout", 0.0)  # noqa: B010 - a number, not a module
     memory.check_supported(model)
+    recurrent_layers.keep_paths_apart(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         memory.check_rows_apart(model, next(model.parameters()).device)
     if settings.routing != "own":

@@ -35,7 +35,12 @@ def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings
     Raises:
         ValueError: there is no such model.
     """
-    own = settings.model_copy(
+    return build_sharded(folder, mesh, reference_layout(settings), frozen=True)
+
+
+def reference_layout(settings: FsdpSettings) -> FsdpSettings:
+    """The policy's, less what is only of what is trained."""
+    return settings.model_copy(
         update={
             "lora": None,
             "gradient_checkpointing": False,
@@ -44,7 +49,6 @@ def build_reference(folder: Path | str, mesh: DeviceMesh, settings: FsdpSettings
             "routing": "own",
         }
     )
-    return build_sharded(folder, mesh, own, frozen=True)
 
 
 def reference_of(

@@ -24,6 +24,7 @@ from tracegrad.proxy.engine.upstreams.replica import (
     Replica,
     ReplicaDropped,
     ReplicaRefused,
+    WasRestarted,
     session_to,
 )
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
@@ -37,6 +38,8 @@ KEEPALIVE_S = 3.0
 # closed at the same moment, once by a server that died. A call that servers keep dying of must
 # not take them all.
 DROPS = 3
+# Between looks at servers that are up, for restarts. No engine starts in less.
+WATCH_S = 1.0
 
 
 class UpstreamPool:
@@ -55,12 +58,14 @@ class UpstreamPool:
         timeouts: UpstreamTimeouts | None = None,
         queue: QueueLimits | None = None,
         admit: Admit | None = None,
+        restarted: WasRestarted | None = None,
         others: SharedLog | None = None,
         calls: Sequence[SharedCount] = (),
     ) -> None:
         """`urls`: base URLs without `/v1`. `kind`: openai for any compatible server but vLLM.
         `admit(url)`: may a server that was down and is healthy again have calls? Its weights may
-        be those of its start. Asked again until it says yes. `others`: the other workers of the
+        be those of its start. Asked again until it says yes. `restarted(url)`:
+        asked now and then of a server that is up. `others`: the other workers of the
         proxy, and `calls` what they and this one have in flight at each server.
         """
         if not urls:
@@ -72,6 +77,8 @@ class UpstreamPool:
         self._timeouts = timeouts or UpstreamTimeouts()
         self._queue = queue or QueueLimits()
         self._admit = admit
+        self._restarted = restarted
+        self._watch: asyncio.Task[None] | None = None
         self._waiting = FairQueue(self._queue.max_waiting)
         self._replicas: list[Replica] = []
         self._others = others
@@ -97,8 +104,19 @@ class UpstreamPool:
             for url, calls in zip(self._urls, self._calls, strict=True)
         ]
         self._placement = UpstreamRouter(self._replicas, others=self._others)
+        if self._restarted is not None:
+            self._watch = asyncio.create_task(self._keep_watch(self._restarted))
+
+    async def _keep_watch(self, restarted: WasRestarted) -> None:
+        while True:
+            await asyncio.sleep(WATCH_S)
+            up = [replica for replica in self._replicas if replica.up]
+            await asyncio.gather(*(replica.notice_restart(restarted) for replica in up))
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
         for replica in self._replicas:
             await replica.close()
 

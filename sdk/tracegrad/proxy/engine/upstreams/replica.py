@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 
 import aiohttp
-import orjson
 from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
@@ -25,12 +24,14 @@ FIRST_PROBE_S = 0.1
 MAX_PROBE_INTERVAL_S = 2.0
 
 PROBE_TIMEOUT_S = 5.0
-_WEIGHTS_TIMEOUT = aiohttp.ClientTimeout(total=5)
 
 # What vLLM says when its engine process has died under the server, which then shuts down.
 ENGINE_DIED = b"EngineCore encountered an issue"
 
+RESTARTED = "it was restarted, and has the weights of its start until the next push"
+
 Admit = Callable[[str], Awaitable[bool]]
+WasRestarted = Callable[[str], Awaitable[bool]]
 
 
 class ReplicaRefused(Exception):
@@ -102,8 +103,20 @@ class Replica:
         if self.fault is not None:
             return
         self.fault = fault
-        log.warning("the engine at %s does not answer (%s); it gets no calls", self.url, fault)
+        log.warning("the engine at %s gets no calls: %s", self.url, fault)
         self._looking = asyncio.create_task(self._look_until_back())
+
+    async def notice_restart(self, restarted: WasRestarted) -> None:
+        """Marks it down if nobody is there, or another process than the one of the last push: what
+        is started and ended between two calls would be taken for what it was."""
+        try:
+            fault = RESTARTED if await restarted(self.url) else None
+        except aiohttp.ClientError as error:
+            fault = str(error) or type(error).__name__
+        except (TimeoutError, ValueError):
+            fault = None  # busy, or speaks of something else
+        if fault is not None:
+            self.mark_down(fault)
 
     async def close(self) -> None:
         if self._looking is not None:
@@ -214,20 +227,3 @@ def session_to(
     return aiohttp.ClientSession(
         connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar()
     )
-
-
-async def weight_version(url: str) -> str | None:
-    """Which weights an engine serves that has been away, in vLLM's own word: that of the last push,
-    "default" after a start.
-
-    None where it does not say: its routes for weights are there only when weights are pushed.
-    """
-    async with (
-        session_to(url, timeout=_WEIGHTS_TIMEOUT, keepalive_s=1) as session,
-        session.get(f"{http_base(url)}/weight_info", headers={"connection": "close"}) as answer,
-    ):
-        if answer.status != 200:
-            return None
-        state = orjson.loads(await answer.read())
-    version = state.get("weight_version") if isinstance(state, dict) else None
-    return version if isinstance(version, str) else None

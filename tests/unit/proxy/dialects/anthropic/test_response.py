@@ -183,15 +183,6 @@ def test_hidden_thoughts_are_in_no_event() -> None:
     assert [e["content_block"]["type"] for e in events if "content_block" in e] == ["text"]
 
 
-def test_the_vendors_client_puts_the_stream_together() -> None:
-    stream = stream_of(TWO_CALLS)
-    with claude(stream).messages.stream(**ASKED) as events:
-        message = events.get_final_message()
-    assert (message.stop_reason, message.usage.output_tokens) == ("tool_use", 7)
-    raw = claude(stream).messages.create(**ASKED, stream=True)
-    assert [event.type for event in raw] == [event["type"] for event in events_of(stream)]
-
-
 def test_a_call_that_was_cut_short_goes_out_as_it_is() -> None:
     one = Said(calls=[("look", '{"path": "/etc/ho')], finish="length")
     deltas = [e["delta"] for e in events_of(stream_of(one)) if e["type"] == "content_block_delta"]

@@ -206,29 +206,6 @@ def test_calls_are_streamed_whole_with_the_end() -> None:
     assert "usageMetadata" not in earlier[0]
 
 
-def test_the_vendors_client_puts_the_stream_together() -> None:
-    data = b"".join(pieces_of(TWO_CALLS))
-    chunks = list(
-        GeminiClient().client(data).models.generate_content_stream(model="m", contents="hi")
-    )
-    assert "".join(each.text or "" for each in chunks[:-1]) == "I look."
-    assert [call.name for call in chunks[-1].function_calls or ()] == ["look", "see"]
-    assert chunks[-1].usage_metadata is not None
-    assert chunks[-1].usage_metadata.prompt_token_count == 11
-
-
-async def test_the_vendors_async_client_puts_the_stream_together() -> None:
-    data = b"".join(pieces_of(TWO_CALLS))
-    models = GeminiClient().client(data).aio.models
-    stream = await models.generate_content_stream(model="m", contents="hi")
-    chunks = [each async for each in stream]
-    assert "".join(each.text or "" for each in chunks[:-1]) == "I look."
-    assert [call.id for call in chunks[-1].function_calls or ()] == [
-        "chatcmpl-tool-0",
-        "chatcmpl-tool-1",
-    ]
-
-
 def test_without_sse_the_stream_is_one_array() -> None:
     call = call_of("json")
     array = orjson.loads(b"".join(pieces_of(TWO_CALLS, call=call)))

@@ -1,14 +1,12 @@
-"""Responses API: whole answers, checked with OpenAI's types and read by its client."""
+"""Responses API: whole answers, checked with OpenAI's types."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import openai
 import pytest
 from openai.types.responses import Response
-from pydantic import BaseModel
 
 from support.engines.engine_answers import Said
 from support.engines.engine_answers import whole as engine_answer
@@ -16,7 +14,6 @@ from support.proxy.openai_responses import (
     DIALECT,
     PATCH,
     TOOL,
-    Served,
     answer,
     ask,
     check_response,
@@ -190,45 +187,6 @@ def test_logprobs_are_those_of_the_text_alone() -> None:
     assert [top.token for top in reported[0].top_logprobs] == ["a", "é"]
     assert reported[0].top_logprobs[1].bytes == list("é".encode())
     assert response.top_logprobs == 2
-
-
-def test_openais_client_reads_an_answer_and_sends_it_back() -> None:
-    served = Served([Said("Let me.", "Hm.", [("look", '{"at":  "it"}', "c1")]), Said("Seen.")])
-    client = served.client()
-    first = client.responses.create(model="m", input="hi", tools=[TOOL])
-    result = {"type": "function_call_output", "call_id": "c1", "output": "a cat"}
-    second = client.responses.create(model="m", input=[*first.output, result], tools=[TOOL])
-    assert second.output_text == "Seen."
-    said, tool = served.calls[1].messages
-    assert said == Said("Let me.", "Hm.", [("look", '{"at":  "it"}', "c1")]).message
-    assert tool == {"role": "tool", "tool_call_id": "c1", "content": "a cat"}
-
-
-def test_openais_client_continues_a_response() -> None:
-    served = Served([Said("a"), Said("b")])
-    client = served.client()
-    first = client.responses.create(model="m", input="hi")
-    client.responses.create(model="m", input="more", previous_response_id=first.id)
-    assert served.calls[1].previous == served.calls[0].turn_id
-
-
-def test_openais_client_parses_structured_output() -> None:
-    class Point(BaseModel):
-        x: int
-
-    served = Served([Said('{"x": 3}')])
-    parsed = served.client().responses.parse(model="m", input="hi", text_format=Point)
-    assert parsed.output_parsed == Point(x=3)
-    form = served.calls[0].body["response_format"]["json_schema"]
-    assert (form["name"], form["strict"]) == ("Point", True)
-
-
-def test_openais_client_raises_what_is_refused() -> None:
-    client = Served([]).client()
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.create(model="m", input="hi", tools=[{"type": "web_search"}])
-    assert (caught.value.param, caught.value.code) == ("tools[0]", "unsupported_value")
-    assert caught.value.type == "invalid_request_error"
 
 
 def test_the_body_is_json_of_one_line() -> None:

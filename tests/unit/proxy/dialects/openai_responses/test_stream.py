@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
 
 import openai
 import pytest
 
 from support.engines.engine_answers import Said, chunk, streamed, tool_call
 from support.engines.engine_answers import whole as engine_answer
+from support.proxy.answer_adapters import RESPONSES_ANSWERS, OpenAIResponsesClient
 from support.proxy.openai_responses import (
     DIALECT,
     PATCH,
     TOOL,
     Json,
-    Served,
     ask,
     events_of,
     stream,
@@ -201,8 +199,8 @@ def test_arguments_for_a_call_that_has_ended_break_the_stream() -> None:
 def test_a_broken_stream_sends_an_error_and_fails() -> None:
     writer = DIALECT.writer(ask())
     body = writer.begin(None) + writer.chunk(chunk({"content": "Half"}))
-    error = ApiError(502, "the engine died", kind="upstream_error")
-    events = events_of(body + writer.error(error))
+    body += writer.error(ApiError(502, "the engine died", kind="upstream_error"))
+    events = events_of(body)
     reported, failed = events[-2:]
     assert (reported["type"], reported["code"], reported["message"]) == (
         "error",
@@ -213,6 +211,10 @@ def test_a_broken_stream_sends_an_error_and_fails() -> None:
     assert failed["type"] == "response.failed"
     assert failed["response"]["error"] == {"code": "server_error", "message": "the engine died"}
     assert failed["response"]["status"] == "failed"
+    openai_client = OpenAIResponsesClient().client(body)
+    with pytest.raises(openai.APIError, match="the engine died") as caught:
+        list(openai_client.responses.create(model="m", input="hi", stream=True))
+    assert caught.value.code == "server_error"
 
 
 @pytest.mark.parametrize(
@@ -294,68 +296,8 @@ def test_nobody_else_sees_logprobs() -> None:
     assert [event["logprobs"] for event in deltas] == [[]]
 
 
-def test_openais_client_streams_an_answer() -> None:
-    served = Served([EVERYTHING])
-    with served.client().responses.stream(
-        model="m", input="hi", tools=[TOOL, PATCH], include=["reasoning.encrypted_content"]
-    ) as events:
-        seen = [event.type for event in events]
-        final = events.get_final_response()
-    assert "response.reasoning_text.delta" in seen
-    assert "response.custom_tool_call_input.delta" in seen
-    assert final.output_text == "Let me see."
-    assert [item.type for item in final.output] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "custom_tool_call",
-    ]
-    assert served.calls[0].stream
-
-
 def test_openais_client_accumulates_over_keepalives() -> None:
-    class Slow(Served):
-        def _serve(self, request: Any) -> Any:
-            response = super()._serve(request)
-            writer = DIALECT.writer(self.calls[-1])
-            body = writer.keepalive() + writer.keepalive() + writer.begin(None)
-            going_on, ending = streamed(EVERYTHING)
-            for each in going_on:
-                body += writer.chunk(each) + writer.keepalive()
-            content = body + writer.end(ending)
-            return type(response)(200, content=content, headers=response.headers)
-
-    with (
-        Slow([EVERYTHING])
-        .client()
-        .responses.stream(model="m", input="hi", tools=[TOOL, PATCH]) as events
-    ):
-        snapshots = [e.snapshot for e in events if e.type == "response.output_text.delta"]
-        final = events.get_final_response()
-    assert snapshots[-1] == "Let me see."
-    assert final.output[3].input == "a\nb"
-
-
-def test_openais_client_gets_a_cut_answer() -> None:
-    served = Served([Said("Half an ans", finish="length")])
-    events = list(served.client().responses.create(model="m", input="hi", stream=True))
-    assert events[-1].type == "response.incomplete"
-    assert events[-1].response.incomplete_details.reason == "max_output_tokens"
-
-
-def through_the_stream_helper(client: openai.OpenAI) -> None:
+    client = OpenAIResponsesClient().client(RESPONSES_ANSWERS.stream(EVERYTHING))
     with client.responses.stream(model="m", input="hi") as events:
-        events.until_done()
-
-
-def through_the_events(client: openai.OpenAI) -> None:
-    for _ in client.responses.create(model="m", input="hi", stream=True):
-        pass
-
-
-@pytest.mark.parametrize("read", [through_the_stream_helper, through_the_events])
-def test_openais_client_raises_when_a_stream_breaks(read: Callable[[openai.OpenAI], None]) -> None:
-    served = Served([ApiError(502, "the engine died", kind="upstream_error")])
-    with pytest.raises(openai.APIError, match="the engine died") as caught:
-        read(served.client())
-    assert caught.value.code == "server_error"
+        snapshots = [e.snapshot for e in events if e.type == "response.output_text.delta"]
+    assert snapshots[-1] == "Let me see."

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,10 @@ from pydantic import ValidationError
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.proxy_with_engine import ServeProxy
+from support.proxy.servers import running
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.upstreams import QueueLimits, UpstreamPool
-from tracegrad.proxy.engine.upstreams.replica import weight_version
+from tracegrad.proxy.engine.upstreams.pushed_weights import weight_version
 from tracegrad.store import Store
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -30,18 +30,10 @@ def on_a_socket(engine: MockEngine, path: Path) -> Iterator[str]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(engine.app(), log_level="critical", lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        try:
+        config = uvicorn.Config(engine.app(), log_level="critical", lifespan="off")
+        with running(config, listener):
             yield f"unix://{path}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -30,7 +30,10 @@ from tracegrad_trainer.engine.model.forward import to_inputs
 CPU = torch.device("cpu")
 # (parent node, tokens): a fork within the second node's branch, and one at the root.
 NODES = [(-1, 9), (0, 6), (1, 5), (1, 7), (0, 4), (4, 8)]
-MODELS = ["qwen3", "llama", "mistral", "gemma2", "gemma3", "gpt2", "mixtral", "gpt_oss"]
+MODELS = [
+    *("qwen3", "llama", "mistral", "gemma2", "gemma3", "gpt2", "mixtral", "gpt_oss"),
+    *("qwen3_5", "lfm2", "falcon_h1"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,6 +19,7 @@ from support.trainer import checkpoint_ranks
 from support.trainer.checkpoint_ranks import drawn, learner, saved, step
 from support.trainer.learners import apart, build, save_checkpoint, weights
 from support.trainer.ranks import run_on_ranks
+from support.trainer.row_samples import tiny_model
 from tracegrad_trainer.engine import (
     CheckpointError,
     FsdpSettings,
@@ -42,6 +43,35 @@ def one_rank(folder: Path) -> Iterator[None]:
 
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_tied_head_is_saved_once_and_older_checkpoints_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed, name in enumerate(("model", "other")):
+        tiny_model(tmp_path / name, seed=seed, tied=True)
+
+    def with_both_names(trained: Any) -> dict[str, Any]:
+        found = module.get_state_dict(trained.model, trained.optimizer, options=module._OPTIONS)
+        return dict(zip(("model", "optimizer"), found, strict=True))
+
+    one = learner(tmp_path / "model")
+    model: Any = one.model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    step(one, 1)
+    saved(one, tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_state", with_both_names)
+        saved(one, tmp_path, 2)
+    for number, heads in ((1, 0), (2, 1)):
+        written = tmp_path / f"step-{number:08d}"
+        names = FileSystemReader(written).read_metadata().state_dict_metadata
+        assert sum(name == "model.lm_head.weight" for name in names) == heads
+        other = learner(tmp_path / "other")
+        load_checkpoint(other, written)
+        assert equal(weights(other.model), weights(one.model))
+        tied: Any = other.model
+        assert tied.get_output_embeddings().weight is tied.get_input_embeddings().weight
 
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_saved(

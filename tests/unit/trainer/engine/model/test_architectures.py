@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Lfm2Config
+from transformers import AutoModelForCausalLM, Mamba2Config, RecurrentGemmaConfig
 
 from support.trainer.forward_checks import ROWS, agree, alone, gradients
 from support.trainer.tiny_model import tiny_sizes
@@ -148,8 +148,36 @@ def test_nothing_is_dropped_whatever_the_config_says() -> None:
         assert torch.equal(model(ids).logits, model(ids).logits)
 
 
-def test_models_whose_layers_carry_a_state_are_refused() -> None:
-    config = Lfm2Config(**tiny_sizes(VOCABULARY, layer_types=["conv", "full_attention"]))
+def test_layers_that_carry_a_state_in_a_way_not_known_are_refused() -> None:
+    config = RecurrentGemmaConfig(
+        **tiny_sizes(VOCABULARY, block_types=["recurrent", "attention"], lru_width=32)
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with pytest.raises(ValueError, match="has conv, which carry a state from one row"):
+    with pytest.raises(ValueError, match="carry a state from one row of a pack to the next, in a"):
         prepare_model(model, FsdpSettings(device="cpu"))
+
+
+def test_models_that_keep_arguments_from_their_layers_are_refused() -> None:
+    """Mamba 2's rows would run into each other behind its head."""
+    config = Mamba2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_heads=8,
+        head_dim=8,
+        state_size=8,
+        expand=2,
+    )
+    model = prepare_model(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32), FsdpSettings(device="cpu")
+    )
+    with pytest.raises(ValueError, match="Mamba2ForCausalLM does not hand keyword arguments"):
+        logprobs(model, micro_batch(ROWS, range(len(ROWS))))
+
+
+def test_recomputed_layers_go_along_the_same_paths() -> None:
+    batch = micro_batch(ROWS, range(len(ROWS)))
+    whole, recomputed = make("qwen3_5"), make("qwen3_5", gradient_checkpointing=True)
+    for model in (whole, recomputed):
+        logprobs(model, batch).sum().backward()
+    agree(gradients(recomputed), gradients(whole), tolerance=1e-6)

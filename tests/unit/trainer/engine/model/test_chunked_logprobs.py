@@ -58,21 +58,14 @@ def test_chunks_of_any_size_change_nothing(
         torch.testing.assert_close(mine, full, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("shape", [IDENTITY, LogitTransform(0.5, 2.0)])
 @pytest.mark.parametrize("elements", [None, 20])
-def test_finite_differences_agree(shape: LogitTransform, elements: int | None) -> None:
+def test_finite_differences_agree(
+    shape: LogitTransform, elements: int | None, entropy_gradient: bool
+) -> None:
     case = Case(5, 7, torch.float64, bias=True)
-
-    def logp(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found, _ = chunked_logprobs(
-            hidden, weight, bias, case.labels, case.temperature, shape=shape, elements=elements
-        )
-        return found
-
-    # (What a second backward multiplies again may differ in the last bit.)
-    assert torch.autograd.gradcheck(
-        logp, tuple(case.parameters), rtol=1e-6, atol=1e-8, nondet_tol=1e-12
-    )
+    case.check_finite_differences(elements, shape, entropy_gradient=entropy_gradient)
 
 
 def test_numbers_by_hand() -> None:

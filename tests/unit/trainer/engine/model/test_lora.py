@@ -108,13 +108,19 @@ def test_merged_weights_are_a_model_without_adapters(folder: Path) -> None:
     assert {tensor.dtype for tensor in half.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3", "mixtral", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3", "mixtral", "gemma3", "qwen3_5"])
 def test_models_of_other_kinds_merge_too(name: str) -> None:
     model = moved(make(name, lora=LORA))
     expected = logprobs(model, BATCH)
     plain = make(name)
     plain.load_state_dict(dict(merged_tensors(model)), strict=False)
     torch.testing.assert_close(logprobs(plain, BATCH), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_convolution_is_no_stack_of_experts() -> None:
+    """Beside which layers outside of attention would get no adapters."""
+    names = [name for name, _ in adapter_tensors(make("qwen3_5", lora=LORA))]
+    assert {"in_proj_qkv", "o_proj", "down_proj"} <= {name.split(".")[-3] for name in names}
 
 
 def test_layers_can_be_named(folder: Path) -> None:

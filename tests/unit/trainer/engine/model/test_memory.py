@@ -123,7 +123,9 @@ def test_ours_holds_a_few_blocks_of_scores_at_a_time(large: Path, tokens: int) -
         assert asked(large, settings, tokens=tokens, free=2**60).scores < GIB
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt_neox", "gemma3", "olmoe", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama", "gpt_neox", "gemma3", "olmoe", "phi3", "lfm2", "qwen3_5"]
+)
 def test_activations_are_estimated_within_a_factor_of_two(name: str) -> None:
     """Against what autograd keeps, less what a chunked head would not."""
     model = make(name)

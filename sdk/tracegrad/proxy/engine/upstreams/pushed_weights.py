@@ -1,0 +1,56 @@
+"""Whether an engine has the weights of the last push, in its own word.
+
+An engine that was restarted has those of its start, and its calls would be recorded as of the
+version that was pushed. One that is found dead by a call is asked before it gets calls again. One
+that comes and goes between two calls is found by a look every second, for no engine starts in less.
+"""
+
+from __future__ import annotations
+
+import aiohttp
+import orjson
+
+from tracegrad.proxy.engine.upstreams.replica import session_to
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.urls import http_base
+
+_TIMEOUT = aiohttp.ClientTimeout(total=5)
+
+
+class PushedWeights:
+    def __init__(self, gate: WeightUpdateGate) -> None:
+        self._gate = gate
+        self._confirmed: dict[str, int] = {}  # the version that an engine was last seen with
+
+    async def are_current(self, url: str) -> bool:
+        """Of an engine that has been away."""
+        return not self._gate.pushes or await weight_version(url) == str(self._gate.version)
+
+    async def were_replaced(self, url: str) -> bool:
+        """Whether an engine that had the current version has another one. Where the engine's word
+        was never that of the proxy (whoever pushes need not tell it), it proves nothing."""
+        gate = self._gate
+        if not gate.pushes or gate.held:
+            return False  # a push is under way
+        said = await weight_version(url)
+        if said == str(gate.version):
+            self._confirmed[url] = gate.version
+            return False
+        return not gate.held and said is not None and self._confirmed.get(url) == gate.version
+
+
+async def weight_version(url: str) -> str | None:
+    """Which weights an engine serves that has been away, in vLLM's own word: that of the last push,
+    "default" after a start.
+
+    None where it does not say: its routes for weights are there only when weights are pushed.
+    """
+    async with (
+        session_to(url, timeout=_TIMEOUT, keepalive_s=1) as session,
+        session.get(f"{http_base(url)}/weight_info", headers={"connection": "close"}) as answer,
+    ):
+        if answer.status != 200:
+            return None
+        state = orjson.loads(await answer.read())
+    version = state.get("weight_version") if isinstance(state, dict) else None
+    return version if isinstance(version, str) else None
