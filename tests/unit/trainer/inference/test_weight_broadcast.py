@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from threading import Event, Timer
 from typing import Any
@@ -207,6 +208,23 @@ def test_workers_do_not_wait_for_a_rank_0_that_makes_no_group(
     pusher.push(2, weights(2))
     assert holds(engine, 2)
     assert failed.value.__traceback__ is not None, "kept until here, with all that it holds"
+
+
+def test_workers_wait_for_less_than_a_request_may_take(
+    pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next trainer gives up an engine that still waits for one that is stopped."""
+    make = transfer_group._process_group
+    waits: dict[int, float] = {}
+
+    def note(store: Any, rank: int, address: Any, host: str, timeout: timedelta) -> Any:
+        waits[rank] = timeout.total_seconds()
+        return make(store, rank, address, host, timeout)
+
+    monkeypatch.setattr(transfer_group, "_process_group", note)
+    pusher.push(1, weights(1))
+    assert waits[0] == 300.0, "push.timeout_s"
+    assert max(waits[1], waits[2]) < waits[0]
 
 
 def test_two_trainers_that_push_to_one_engine_are_told(
