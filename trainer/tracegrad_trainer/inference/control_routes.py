@@ -47,8 +47,11 @@ class Peer:
         self._ask("POST", path, **request)
 
     def get(self, path: str) -> dict[str, Any]:
-        """A JSON object. Raises as `post`."""
-        answer = self._ask("GET", path).json()
+        """A JSON object; an empty one for any other answer. Raises as `post`."""
+        try:
+            answer = self._ask("GET", path).json()
+        except ValueError:
+            return {}
         return answer if isinstance(answer, dict) else {}
 
     def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
@@ -120,7 +123,10 @@ class VllmControl:
 
     def world_size(self) -> int:
         """Workers, with those of data parallelism."""
-        return int(self._peer.get("/get_world_size")["world_size"])
+        size = self._peer.get("/get_world_size").get("world_size")
+        if not isinstance(size, int):
+            raise PushError("no world_size at /get_world_size")
+        return size
 
     def join_group(self, info: dict[str, Any]) -> None:
         self._peer.post("/init_weight_transfer_engine", json={"init_info": info})

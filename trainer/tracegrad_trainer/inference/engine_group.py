@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
@@ -84,6 +84,8 @@ class EngineGroup:
             for url, engine in self._engines.items()
             if url not in self.lost
         }
+        # Whoever puts weights back asks the same engines: none may still be at work.
+        wait(asked.values())
         failed: dict[str, PushError] = {}
         for url, answer in asked.items():
             try:

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import cycle, islice
 
 import torch
@@ -24,7 +25,13 @@ from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
+from tracegrad_trainer.engine.checkpoint.untrained_parts import (
+    elements_beside,
+    read_tensors,
+    served_beside,
+)
 from tracegrad_trainer.engine.model import lora
+from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import (
@@ -182,11 +189,20 @@ class WeightPublisher:
         """Of one version's files, about."""
         dtype: torch.dtype = getattr(torch, self.settings.vllm.weights_dtype)
         only_adapter = self.settings.vllm.adapter is not None
-        return dtype.itemsize * sum(
+        count = sum(
             parameter.numel()
             for name, parameter in self.learner.model.named_parameters()
             if lora.is_adapter_parameter(name) or not only_adapter
         )
+        if not only_adapter:
+            base = self.settings.model
+            count += elements_beside(base, meta_model(base))
+        return dtype.itemsize * count
+
+    @cached_property
+    def _beside(self) -> list[str]:
+        """What vLLM serves of the model's folder and we do not train: an update is whole."""
+        return served_beside(self.settings.model, meta_model(self.settings.model))
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the dtype that vLLM takes them in, one at a time; a collective to its
@@ -207,12 +223,16 @@ class WeightPublisher:
         try:
             # An adapter has the names of the layers in memory, in vLLM and in peft.
             adapter = self.settings.vllm.adapter is not None
-            named = here if adapter else as_hf_tensors(self.learner.model, here)
+            named = here if adapter else self._whole(as_hf_tensors(self.learner.model, here))
             return self._rank_zeros.write(version, named)
         except PushError as error:
             return error
         finally:
             deque(gathered, maxlen=0)  # a gather that rank 0 leaves half-way hangs the others
+
+    def _whole(self, trained: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        yield from trained
+        yield from read_tensors(self.settings.model, self._beside)
 
     def _join_probe(self) -> None:
         samples = _share(None)

@@ -32,6 +32,9 @@ LOOPBACK = "127.0.0.1"
 _environment_lock = Lock()
 # For a worker to reach the store; meanwhile its engine does nothing else.
 _STORE_TIMEOUT = timedelta(seconds=60)
+# Workers wait for so much of a request's time: while one waits, for a trainer that is stopped, its
+# engine answers nobody, and the next trainer would give it up for lost.
+_PATIENCE = 0.9
 
 
 class TransferError(RuntimeError):
@@ -74,7 +77,7 @@ class TransferGroup:
         self._group: Any = None
         self._others = range(1, address.size)
         host = _own_address(address.host, address.port) if rank else address.host
-        timeout = timedelta(seconds=address.timeout_s)
+        timeout = timedelta(seconds=address.timeout_s * (_PATIENCE if rank else 1))
         try:
             self._group = _process_group(store, rank, address, host, timeout)
             # NCCL connects with the first of them.

@@ -84,8 +84,8 @@ class BroadcastControl(VllmControl):
         if self._group is not None and self.weight_version() == self._version:
             return
         self._leave()
-        size = 1 + self.world_size()
         try:
+            size = 1 + self.world_size()
             host = address_towards(self._url)
             self._store, port = host_store(host)
             address = GroupAddress(host, port, size, self._backend, self._timeout_s)
@@ -94,7 +94,7 @@ class BroadcastControl(VllmControl):
                 self._group = TransferGroup(self._store, 0, address, self._device)
         except EngineLostError:
             raise
-        except (OSError, TransferError, PushError) as error:
+        except (OSError, RuntimeError) as error:  # torch's, TransferError and PushError
             raise PushError(
                 f"push.transport = {self._backend!r}: vLLM at {self._url} joins no group: {error};"
                 " is its tracegrad this version? push.transport = 'files' needs none"

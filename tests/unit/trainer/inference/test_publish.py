@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracegrad_trainer.inference import publish, weight_files
@@ -40,6 +40,8 @@ def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weigh
     vllm = SimpleNamespace(weights_dtype="bfloat16", adapter=None)
     made.settings = SimpleNamespace(vllm=vllm)  # type: ignore[assignment]
     made.learner = SimpleNamespace(model=None)  # type: ignore[assignment]
+    made.settings.model = tmp_path
+    made._beside = []
     with WeightPusher("http://127.0.0.1:1", directory=tmp_path) as pusher:
         made.pusher = pusher
         yield made
@@ -67,6 +69,22 @@ def test_matrices_are_written_in_the_dtype_that_is_served(
     assert torch.equal(found["matrix"], given["matrix"].bfloat16())
     assert torch.equal(found["norm"], given["norm"])
     assert torch.equal(found["places"], given["places"])
+
+
+def test_what_is_served_and_not_trained_comes_along(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM takes no update that lacks a vision tower which it serves."""
+    tower = {"visual.a": torch.randn(2, 2), "visual.b": torch.randn(3).bfloat16()}
+    others = {"w": torch.zeros(2, 2), "mtp.x": torch.zeros(2)}
+    save_file(tower | others, tmp_path / "model.safetensors")
+    publisher._beside = list(tower)
+    new = write(publisher, Gather({"w": torch.ones(2, 2)}), monkeypatch)
+    assert isinstance(new, ServedWeights)
+    found = load_file(new.paths[0])
+    assert found.keys() == {"w", *tower}
+    assert torch.equal(found["w"], torch.ones(2, 2).bfloat16())
+    assert all(torch.equal(found[name], tensor) for name, tensor in tower.items())
 
 
 def test_a_write_that_fails_leaves_nobody_waiting_in_a_gather(

@@ -7,8 +7,9 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from safetensors.torch import save_file
 from support.trainer.broadcast_engine import BroadcastEngine
 from support.trainer.sleeping_engine import MODEL_FOLDER
 from tracegrad_trainer.inference import transfer_group, weight_broadcast, weight_buckets
-from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    PushError,
+    ServedWeights,
+    VllmControl,
+)
+from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.transfer_group import address_towards, host_store
 from tracegrad_trainer.inference.weight_broadcast import BroadcastControl, transport_of
@@ -155,6 +162,33 @@ def test_workers_that_never_come_are_an_error(
         pusher.push(1, weights(1))
 
 
+def test_a_server_that_is_no_vllm_is_named(
+    engine: BroadcastEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "get_world_size", lambda query, body: {"hello": 1})
+    with pytest.raises(PushError, match=r"version 1 is not pushed: .*gloo.*no world_size"):
+        pusher.push(1, weights(1))
+
+
+def test_an_error_of_one_engine_is_raised_when_no_other_is_at_work() -> None:
+    """Not only a PushError: a GPU may have no room for a bucket."""
+    asked, over = Event(), Event()
+
+    class Control(VllmControl):
+        def load(self, served: ServedWeights) -> None:
+            if self._peer._url.endswith("1"):
+                Timer(0.2, asked.set).start()
+                raise torch.OutOfMemoryError("no room")
+            asked.wait(60)
+            over.set()
+
+    group = EngineGroup(("http://127.0.0.1:1", "http://127.0.0.1:2"), 60, Control)
+    with pytest.raises(torch.OutOfMemoryError):
+        group.load(ServedWeights(1, ()))
+    assert over.is_set()
+    group.close()
+
+
 def test_workers_do_not_wait_for_a_rank_0_that_makes_no_group(
     engine: BroadcastEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +208,23 @@ def test_workers_do_not_wait_for_a_rank_0_that_makes_no_group(
     pusher.push(2, weights(2))
     assert holds(engine, 2)
     assert failed.value.__traceback__ is not None, "kept until here, with all that it holds"
+
+
+def test_workers_wait_for_less_than_a_request_may_take(
+    pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next trainer gives up an engine that still waits for one that is stopped."""
+    make = transfer_group._process_group
+    waits: dict[int, float] = {}
+
+    def note(store: Any, rank: int, address: Any, host: str, timeout: timedelta) -> Any:
+        waits[rank] = timeout.total_seconds()
+        return make(store, rank, address, host, timeout)
+
+    monkeypatch.setattr(transfer_group, "_process_group", note)
+    pusher.push(1, weights(1))
+    assert waits[0] == 300.0, "push.timeout_s"
+    assert max(waits[1], waits[2]) < waits[0]
 
 
 def test_two_trainers_that_push_to_one_engine_are_told(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,10 @@ def add_untrained_parts(base: Path, into: Path, dtype: torch.dtype) -> None:
         _write_config(base, into, dtype)
 
 
-def elements_beside(base: Path, model: nn.Module) -> int:
-    """Of a model that sees: the numbers that are served and not trained, which are the vision
-    tower's. 0 of a model that is the whole of its folder: vLLM loads no heads for tokens further
-    ahead unless it is told to.
+def served_beside(base: Path, model: nn.Module) -> list[str]:
+    """Of a model that sees: names of the tensors that are served and not trained, which are the
+    vision tower's. None of a model that is the whole of its folder: vLLM loads no heads for tokens
+    further ahead unless it is told to. `model` is as transformers makes it, on any device.
 
     Raises:
         OSError, ValueError: the folder cannot be read.
@@ -56,25 +57,35 @@ def elements_beside(base: Path, model: nn.Module) -> int:
     config: Any = AutoConfig.from_pretrained(base, local_files_only=True)
     trained: Any = model.config
     if config.model_type == trained.model_type or not readable_by_parts(base, config):
-        return 0
-    left_out = {name for name in HfWeights(base, model).untrained if not name.startswith("mtp.")}
+        return []
+    return [name for name in HfWeights(base, model).untrained if not name.startswith("mtp.")]
+
+
+def elements_beside(base: Path, model: nn.Module) -> int:
+    """How many numbers they are. Raises as `served_beside`."""
+    left_out = set(served_beside(base, model))
     count = 0
-    for path in weight_files(base):
+    for path in weight_files(base) if left_out else []:
         with path.open("rb") as file:
             shapes = {name: shape for name, (_, shape, _, _) in read_header(file).items()}
         count += sum(math.prod(shapes[name]) for name in left_out & shapes.keys())
     return count
 
 
-def _read(base: Path, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def read_tensors(base: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """As the files have them, one at a time. Raises OSError, ValueError."""
     wanted = set(names)
-    for path in weight_files(base):
+    for path in weight_files(base) if wanted else []:
         with safe_open(path, "pt") as file:
-            for name in wanted.intersection(file.keys()):
-                tensor = file.get_tensor(name)
-                found[name] = tensor.to(dtype) if tensor.is_floating_point() else tensor
-    return found
+            for name in sorted(wanted.intersection(file.keys())):
+                yield name, file.get_tensor(name)
+
+
+def _read(base: Path, names: list[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in read_tensors(base, names)
+    }
 
 
 def _write_index(folder: Path) -> None:

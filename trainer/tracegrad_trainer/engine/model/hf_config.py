@@ -49,8 +49,13 @@ def layer_configs(config: Any) -> Sequence[Any]:
 
 
 def query_heads(layer: Any) -> tuple[int, int]:
-    """(number, width) of a layer's query heads."""
-    heads: int = layer.num_attention_heads
+    """(number, width) of a layer's query heads. Raises ValueError: it can have none."""
+    heads: int | None = getattr(layer, "num_attention_heads", None)
+    if not heads:
+        raise ValueError(
+            f"model: {type(layer).__name__} has no attention heads; a model without attention"
+            " (Mamba) cannot be trained here"
+        )
     return heads, getattr(layer, "head_dim", None) or layer.hidden_size // heads
 
 

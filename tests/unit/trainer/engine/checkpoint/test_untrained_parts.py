@@ -28,7 +28,11 @@ from tracegrad_trainer.engine import (
     init_process_group,
 )
 from tracegrad_trainer.engine.checkpoint.hf_export import save_hf
-from tracegrad_trainer.engine.checkpoint.untrained_parts import add_untrained_parts
+from tracegrad_trainer.engine.checkpoint.untrained_parts import (
+    add_untrained_parts,
+    read_tensors,
+    served_beside,
+)
 from tracegrad_trainer.engine.config import LoraSettings
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.model.memory import meta_model
@@ -119,6 +123,13 @@ def test_a_vision_tower_has_its_place_where_the_model_is_served(
     trained = model_sizes(model, settings, gpus=0).served
     assert trained == 4 * sum(p.numel() for p in model.parameters())
     assert read_sizes(settings, gpus=0).served == trained + 4 * towers
+
+
+def test_a_vision_tower_is_a_part_of_what_is_pushed(seeing: Path) -> None:
+    tower = {name: one for name, one in tensors(seeing).items() if "visual" in name}
+    found = dict(read_tensors(seeing, served_beside(seeing, meta_model(seeing))))
+    assert found.keys() == tower.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tower.items())
 
 
 @pytest.mark.parametrize("shards", ["1GB", "20KB"])

@@ -17,6 +17,7 @@ from support.trainer.tiny_models import CONFIGS, REFUSED, VOCABULARY, logprobs, 
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import compile as compile_blocks
+from tracegrad_trainer.engine.model.hf_config import query_heads
 from tracegrad_trainer.engine.model.parallelize import prepare_model
 
 
@@ -191,6 +192,12 @@ def test_models_that_keep_arguments_from_their_layers_are_refused() -> None:
     )
     with pytest.raises(ValueError, match="Mamba2ForCausalLM does not hand keyword arguments"):
         logprobs(model, micro_batch(ROWS, range(len(ROWS))))
+
+
+def test_models_without_attention_are_refused_before_anything_starts() -> None:
+    """By what a plan and an estimate of memory ask first."""
+    with pytest.raises(ValueError, match="Mamba2Config has no attention heads"):
+        query_heads(Mamba2Config())
 
 
 def test_recomputed_layers_go_along_the_same_paths() -> None:
