@@ -155,6 +155,15 @@ class ProxyControl:
     def set_version(self, version: int) -> None:
         self._post("/api/push/version", json={"version": version})
 
+    def has_another(self, version: int) -> bool:
+        """Whether calls wait, or are recorded as of another version: of a proxy that was started
+        since the last push. False where it does not answer."""
+        state: dict[str, Any] = {}
+        if self._peer:
+            with contextlib.suppress(PushError, ValueError):
+                state = self._peer.get("/api/push")
+        return bool(state) and (state.get("held") is True or state.get("version") != version)
+
     def release(self) -> None:
         # Without effect? A hold opens by itself after its ttl.
         with contextlib.suppress(PushError):

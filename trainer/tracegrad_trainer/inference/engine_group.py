@@ -35,6 +35,16 @@ class EngineGroup:
         self.lost: set[str] = set()  # those that did not answer, and are asked no more
         self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
 
+    def ask_all(self) -> None:
+        """Those that were lost too: they may have been started again."""
+        self.lost.clear()
+
+    def serves_another(self, version: int) -> bool:
+        """Whether an engine has other weights than those: one that was started since has those of
+        its start. False where one does not answer, or its word means nothing."""
+        said = [_version_of(engine) for engine in self._engines.values()]
+        return None not in said and any(one != str(version) for one in said)
+
     def connect(self) -> None:
         self._each(lambda engine: engine.connect())
 
@@ -98,6 +108,13 @@ class EngineGroup:
             raise next(iter(failed.values()))
         words = "; ".join(f"engine {url}: {error}" for url, error in failed.items())
         raise (EngineLostError if lost else PushError)(words) from next(iter(failed.values()))
+
+
+def _version_of(engine: VllmControl) -> str | None:
+    try:
+        return engine.weight_version()
+    except (PushError, ValueError):
+        return None
 
 
 def _or_lost(engine: VllmControl, served: ServedWeights) -> None:
