@@ -32,8 +32,13 @@ class Workers:
     store: Store
 
     def health(self) -> Json:
-        """Asked over a connection of its own."""
-        found: Json = httpx.get(f"{self.proxy.url}/healthz", timeout=20).json()
+        """Asked over a connection of its own; of another worker where the first one was killed just
+        now, and took the connection with it."""
+        url = f"{self.proxy.url}/healthz"
+        try:
+            found: Json = httpx.get(url, timeout=20).json()
+        except (httpx.ReadError, httpx.RemoteProtocolError):
+            found = httpx.get(url, timeout=20).json()
         return found
 
     def answers(self) -> bool:
