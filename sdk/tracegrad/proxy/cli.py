@@ -209,12 +209,19 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
 
 
 def _listener(settings: ProxySettings, fd: int | None) -> socket.socket:
-    from tracegrad.proxy.http.listener import ListenError, inherited_listener, listen
+    from tracegrad.proxy.http.listener import (
+        ListenError,
+        activated_listener,
+        inherited_listener,
+        listen,
+    )
 
     another = "choose another with --port"
     try:
         if fd is not None:
             return inherited_listener(fd)
+        if (passed := activated_listener()) is not None:
+            return passed
         return listen(settings.host, settings.port, if_taken=another)
     except ListenError as error:
         _fail(str(error))

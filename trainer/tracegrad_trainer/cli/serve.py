@@ -23,7 +23,7 @@ from typing import IO
 from pydantic import SecretStr
 from rich.console import Console
 
-from tracegrad.proxy.http.listener import ListenError, listen
+from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
@@ -309,10 +309,17 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
 
 
 def listen_for_agents(settings: TrainerSettings) -> socket.socket:
-    """Raises StartError."""
+    """The port that agents call, ours or an init system's. Raises StartError."""
     field = "proxy.port"
     another = f"stop what listens there or take another (--set {field}=...)"
     try:
+        if (passed := activated_listener()) is not None:
+            if (port := passed.getsockname()[1]) != settings.proxy.port:
+                raise ListenError(
+                    f"{field}: the socket that was passed (LISTEN_FDS) listens on port {port}, and"
+                    f" {settings.proxy.port} is set; set it to {port}"
+                )
+            return passed
         return listen(settings.proxy.host, settings.proxy.port, field=field, if_taken=another)
     except ListenError as error:
         raise StartError(str(error)) from None

@@ -4,9 +4,11 @@ wait in it, and none is refused, while the proxy is started again."""
 from __future__ import annotations
 
 import errno
+import os
 import socket
 
 BACKLOG = 2048  # connections that nobody has accepted yet
+_FIRST_PASSED = 3  # SD_LISTEN_FDS_START
 
 
 class ListenError(OSError):
@@ -28,6 +30,20 @@ def listen(host: str, port: int, *, field: str = "", if_taken: str) -> socket.so
             raise ListenError(f"{name}port {port} of {host} is in use; {if_taken}") from None
         words = error.strerror or str(error)
         raise ListenError(f"{name}cannot listen on {host}:{port}: {words}") from None
+
+
+def activated_listener() -> socket.socket | None:
+    """The one that an init system opened for this process and keeps open while it is started again
+    (systemd's socket units, sd_listen_fds(3)); None: there is none.
+
+    Raises:
+        ListenError: there are several, or it is not a TCP socket that listens.
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    if (count := os.environ.get("LISTEN_FDS")) != "1":
+        raise ListenError(f"LISTEN_FDS: {count} sockets were passed, and one is served: name one")
+    return inherited_listener(_FIRST_PASSED)
 
 
 def inherited_listener(fd: int) -> socket.socket:
