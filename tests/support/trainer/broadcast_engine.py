@@ -74,7 +74,7 @@ class BroadcastEngine(SleepingEngine):
 
     def _receive(self, rank: int, update: dict[str, Any]) -> dict[str, Tensor]:
         group = self.groups[rank]
-        group.announce(update["step"], rank)
+        group.announce(update["step"], rank, update["group"])
         found: dict[str, Tensor] = {}
         for i, specs in enumerate(update["buckets"]):
             if i >= self.leaves_after and rank == self.workers:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Lock
+from traceback import clear_frames
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -48,6 +49,11 @@ class GroupAddress:
     backend: TransferBackend
     timeout_s: float
 
+    @property
+    def name(self) -> str:
+        """No other group has it."""
+        return f"{self.host} {self.port}"
+
 
 class TransferGroup:
     """One process's end of it. Closed by `close`, after which the others' broadcasts fail."""
@@ -63,16 +69,22 @@ class TransferGroup:
         """
         self.store = store
         self.device = device
+        self.name = address.name
         self._backend = address.backend
+        self._group: Any = None
         self._others = range(1, address.size)
         host = _own_address(address.host, address.port) if rank else address.host
         timeout = timedelta(seconds=address.timeout_s)
         try:
-            self._group: Any = _process_group(store, rank, address, host, timeout)
+            self._group = _process_group(store, rank, address, host, timeout)
+            # NCCL connects with the first of them.
+            self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
         except RuntimeError as error:
+            # The others wait for as long as the store is there, and the error's frames hold it.
+            clear_frames(error.__traceback__)
+            self.close()
+            del self.store, store
             raise TransferError(_one_line(error)) from error
-        # NCCL connects with the first of them.
-        self.broadcast(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Rank 0's, in place, to all. Raises TransferError."""
@@ -86,8 +98,13 @@ class TransferGroup:
         except RuntimeError as error:
             raise TransferError(_one_line(error)) from error
 
-    def announce(self, step: str, rank: int) -> None:
-        """Of a worker: it takes part from now on."""
+    def announce(self, step: str, rank: int, group: str) -> None:
+        """Of a worker: it takes part from now on in what rank 0 broadcasts in the `group` of this
+        name. Raises TransferError: that is another one."""
+        if group != self.name:
+            raise TransferError(
+                "this worker is in another group: does another trainer push to this engine, too?"
+            )
         _announce(self.store, step, rank)
 
     def all_announced(self, step: str) -> bool:
@@ -146,11 +163,17 @@ def address_towards(url: str) -> str:
 
 
 def _own_address(host: str, port: int) -> str:
-    """From which packets to `host` leave; none is sent."""
-    family, kind, *_, peer = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(peer)
-        return str(probe.getsockname()[0])
+    """From which packets to `host` leave; none is sent. Raises OSError."""
+    unreachable: OSError | None = None
+    # A name may have addresses of a family that this machine does not speak (localhost, ::1).
+    for family, kind, *_, peer in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.connect(peer)
+                return str(probe.getsockname()[0])
+        except OSError as error:
+            unreachable = error
+    raise unreachable or OSError(f"{host} has no address")
 
 
 def _announce(store: TCPStore, step: str, rank: int) -> None:

@@ -60,9 +60,11 @@ class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 @dataclass
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Every weight, under checkpoint names: in the safetensors files `paths`, or in `buckets` that
-    rank 0 broadcasts, one after the other, once all workers have announced `step`."""
+    rank 0 broadcasts in the `group` of this name, one after the other, once all workers have
+    announced `step`."""
 
     paths: list[str] = field(default_factory=list)
+    group: str = ""
     step: str = ""
     buckets: list[list[list[Any]]] = field(default_factory=list)
 
@@ -136,7 +138,7 @@ class SafetensorsWeightTransferEngine(
         buckets = [[TensorSpec(*spec) for spec in bucket] for bucket in update.buckets]
         for spec in chain(*buckets):
             _ = spec.torch_dtype  # raises before rank 0 is told that this worker takes part
-        self._group.announce(update.step, self._rank)
+        self._group.announce(update.step, self._rank, update.group)
         yield from receive(self._group, buckets)
 
     def finish_weight_update(self) -> None:

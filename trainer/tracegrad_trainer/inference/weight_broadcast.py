@@ -21,6 +21,7 @@ from typing import Literal
 
 import torch
 from safetensors import SafetensorError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
@@ -74,6 +75,7 @@ class BroadcastControl(VllmControl):
         self._backend: TransferBackend = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._group: TransferGroup | None = None
+        self._store: TCPStore | None = None  # here alone, while a group is made: see `_leave`
         self._version: str | None = None  # the engine's own word for its weights, as we left it
         self._numbers = count()
 
@@ -85,11 +87,11 @@ class BroadcastControl(VllmControl):
         size = 1 + self.world_size()
         try:
             host = address_towards(self._url)
-            store, port = host_store(host)
+            self._store, port = host_store(host)
             address = GroupAddress(host, port, size, self._backend, self._timeout_s)
             with self._asking(lambda: self.join_group(asdict(address))) as answer:
-                _wait(lambda: all_announced(store, "join", range(1, size)), answer)
-                self._group = TransferGroup(store, 0, address, self._device)
+                _wait(lambda: self._all_joined(size), answer)
+                self._group = TransferGroup(self._store, 0, address, self._device)
         except EngineLostError:
             raise
         except (OSError, TransferError, PushError) as error:
@@ -117,7 +119,7 @@ class BroadcastControl(VllmControl):
         group, step = self._group, f"update-{next(self._numbers)}"
         try:
             with BucketReader(served.paths) as files:
-                update = {"step": step, "buckets": files.buckets}
+                update = {"group": group.name, "step": step, "buckets": files.buckets}
                 with self._asking(lambda: self._update(update)) as answer:
                     _wait(lambda: group.all_announced(step), answer)
                     for flat in files.read(pinned=self._device.type == "cuda"):
@@ -139,10 +141,15 @@ class BroadcastControl(VllmControl):
             raise
         answer.result()
 
+    def _all_joined(self, size: int) -> bool:
+        assert self._store is not None
+        return all_announced(self._store, "join", range(1, size))
+
     def _leave(self) -> None:
+        """Workers that wait for us wait no longer: with the last who holds a store it is gone."""
         if self._group is not None:
             self._group.close()
-        self._group = None
+        self._group = self._store = None
 
 
 def _in_background(work: Callable[[], None]) -> Future[None]:

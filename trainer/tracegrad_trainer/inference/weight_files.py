@@ -46,13 +46,14 @@ class WeightFiles:
         target.mkdir()
         paths: list[Path] = []
         shard: dict[str, torch.Tensor] = {}
+        memory: set[int] = set()
         size = 0
         for name, tensor in tensors:
-            shard[name] = _plain(name, tensor, shard)
+            shard[name] = _plain(name, tensor, memory)
             size += tensor.nbytes
             if size >= _SHARD_BYTES:
                 paths.append(_save(shard, target / f"{len(paths)}.safetensors"))
-                shard, size = {}, 0
+                shard, memory, size = {}, set(), 0
         if shard:
             paths.append(_save(shard, target / f"{len(paths)}.safetensors"))
         return paths
@@ -65,8 +66,9 @@ class WeightFiles:
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
         whole: dict[str, torch.Tensor] = {}
+        memory: set[int] = set()
         for name, tensor in tensors:
-            whole[name] = _plain(name, tensor, whole)
+            whole[name] = _plain(name, tensor, memory)
         (target / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return [_save(whole, target / ADAPTER_WEIGHTS)]
 
@@ -79,14 +81,15 @@ class WeightFiles:
         self._scratch.close()
 
 
-def _plain(name: str, tensor: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
-    """On the CPU, in one piece, and not sharing memory with another of the same file."""
+def _plain(name: str, tensor: torch.Tensor, memory: set[int]) -> torch.Tensor:
+    """On the CPU, in one piece, and not sharing memory with another of the same file; `memory`:
+    where those are, who stay there meanwhile. Its own is added."""
     plain = tensor.detach().cpu().contiguous()
     if not _is_finite(plain):
         raise ValueError(f"{name} holds values that are not finite")
-    pointer = plain.untyped_storage().data_ptr()
-    if any(other.untyped_storage().data_ptr() == pointer for other in others.values()):
+    if plain.untyped_storage().data_ptr() in memory:
         plain = plain.clone()
+    memory.add(plain.untyped_storage().data_ptr())
     return plain
 
 

@@ -155,6 +155,39 @@ def test_workers_that_never_come_are_an_error(
         pusher.push(1, weights(1))
 
 
+def test_workers_do_not_wait_for_a_rank_0_that_makes_no_group(
+    engine: BroadcastEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = transfer_group._process_group
+
+    def fail(store: Any, rank: int, *others: Any) -> Any:
+        if rank == 0:
+            raise RuntimeError("no device")
+        return make(store, rank, *others)
+
+    monkeypatch.setattr(transfer_group, "_process_group", fail)
+    monkeypatch.setattr(weight_broadcast, "_LAST_WORDS_S", 200.0)  # not what ends it
+    with pytest.raises(PushError, match=r"push.transport = 'gloo'") as failed:
+        pusher.push(1, weights(1))
+    assert engine.sent("/init_weight_transfer_engine")
+    monkeypatch.undo()
+    pusher.push(2, weights(2))
+    assert holds(engine, 2)
+    assert failed.value.__traceback__ is not None, "kept until here, with all that it holds"
+
+
+def test_two_trainers_that_push_to_one_engine_are_told(
+    engine: BroadcastEngine, pusher: WeightPusher, checkpoint: Path
+) -> None:
+    """At once: the engine's word for its weights, version 1, is what both have left."""
+    with pusher_of(engine, checkpoint=checkpoint) as other:
+        pusher.push(1, weights(1))
+        other.push(1, weights(1))
+        with pytest.raises(PushError, match=r"version 1 still is: .*does another trainer push to"):
+            pusher.push(2, weights(2))
+    assert holds(engine, 1)
+
+
 def test_workers_do_not_wait_for_a_rank_0_that_cannot_read_on(
     engine: BroadcastEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,7 +238,8 @@ def test_an_engine_that_ended_in_the_middle_and_never_answers_is_not_waited_for(
     def end(query: dict[str, str], body: dict[str, Any]) -> None:
         group = engine.groups[1]
         for rank in engine.groups:
-            group.announce(body["update_info"]["step"], rank)
+            update = body["update_info"]
+            group.announce(update["step"], rank, update["group"])
         engine.close_groups()
         over.wait(60)
 
@@ -251,6 +285,14 @@ def test_groups_of_nccl_are_made_one_after_the_other(monkeypatch: pytest.MonkeyP
         list(threads.map(make, range(8)))
     assert seen == [("1", "0")] * 8
     assert tuple(map(os.environ.get, names)) == (None, "3")
+
+
+def test_a_name_may_have_addresses_that_are_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As localhost has ::1, where IPv6 is switched off."""
+    no, here = ("not-an-address", 80), ("127.0.0.1", 80)
+    found = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", peer) for peer in (no, here)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    assert address_towards("http://localhost") == "127.0.0.1"
 
 
 def test_an_engine_is_reached_over_ipv6() -> None:

@@ -39,6 +39,26 @@ def test_two_names_of_one_tensor_are_both_written(tmp_path: Path) -> None:
     assert torch.equal(loaded["head"], tied)
 
 
+def test_many_tensors_are_not_held_against_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture's adapters are tens of thousands, in one file."""
+    asked = 0
+    storage = torch.Tensor.untyped_storage
+
+    def counted(tensor: torch.Tensor) -> torch.UntypedStorage:
+        nonlocal asked
+        asked += 1
+        return storage(tensor)
+
+    monkeypatch.setattr(weight_files, "save_file", lambda tensors, path: path.touch())
+    monkeypatch.setattr(torch.Tensor, "untyped_storage", counted)
+    many = [(f"w{i}", torch.ones(2)) for i in range(200)]
+    WeightFiles(tmp_path).write(1, many)
+    WeightFiles(tmp_path).write_adapter(1, many, {})
+    assert asked <= 2 * 2 * len(many)
+
+
 def test_large_models_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "_SHARD_BYTES", 100)
     tensors = {f"w{i}": torch.full((15,), float(i)) for i in range(5)}  # 60 bytes each

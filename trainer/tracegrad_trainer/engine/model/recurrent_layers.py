@@ -25,12 +25,13 @@ _TOKENS = 1024  # some chunks of any kind of layer
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
     """In order: what of transformers' blocks takes the state of a cache, or is named as one is that
     takes it under attention's name (LFM 2)."""
-    found = []
+    found: dict[nn.Module, None] = {}  # once each: blocks hold blocks in some (Mamba, Zamba)
     for block in transformer_blocks(model):
         inner = [module for module in block.modules() if _is_recurrent(module)]
         # Some blocks hand the state on (Mamba 2's, Zamba 2's): the innermost is the layer.
-        found += [one for one in inner if not any(_is_recurrent(m) for m in _below(one))]
-    return found
+        own = (one for one in inner if not any(_is_recurrent(m) for m in _below(one)))
+        found |= dict.fromkeys(own)
+    return list(found)
 
 
 def keep_paths_apart(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Mamba2Config, RecurrentGemmaConfig
+from transformers import AutoModelForCausalLM, Mamba2Config, RecurrentGemmaConfig, ZambaConfig
 
 from support.trainer.forward_checks import ROWS, agree, alone, gradients
 from support.trainer.tiny_model import tiny_sizes
@@ -155,6 +155,24 @@ def test_layers_that_carry_a_state_in_a_way_not_known_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with pytest.raises(ValueError, match="carry a state from one row of a pack to the next, in a"):
         prepare_model(model, FsdpSettings(device="cpu"))
+
+
+def test_a_layer_of_a_block_within_a_block_goes_along_its_paths_once() -> None:
+    """Zamba's hybrid blocks hold its Mamba blocks."""
+    sizes = tiny_sizes(VOCABULARY, num_hidden_layers=4, num_key_value_heads=4)
+    config = ZambaConfig(
+        **sizes,
+        layers_block_type=["mamba", "hybrid", "mamba", "hybrid"],
+        attention_hidden_size=64,
+        attention_head_dim=16,
+        n_mamba_heads=2,
+        use_mamba_kernels=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    expected = torch.cat([alone(model, row) for row in ROWS])
+    model = prepare_model(model, FsdpSettings(device="cpu"))
+    logp = logprobs(model, micro_batch(ROWS, range(len(ROWS))))
+    assert (logp.double() - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_models_that_keep_arguments_from_their_layers_are_refused() -> None:
