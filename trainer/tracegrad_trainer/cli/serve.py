@@ -122,6 +122,8 @@ class ServeStack:
         on_second_signal(self._stop_at_once)
         self.report_stage("stopping")
         self._write_end(error)  # first: what follows takes a while, and may be killed
+        if any(child.name == "proxy" and child.exit_code() is not None for child in self.children):
+            self._close_listener()  # or the ranks wait in it for an answer
         for child in reversed(self.children):
             if child.name == "ranks":
                 stop_ranks(

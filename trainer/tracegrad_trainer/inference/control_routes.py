@@ -15,6 +15,8 @@ from tracegrad_trainer.utils.network import http_client
 
 SleepLevel = Literal[1, 2]
 MemoryTag = Literal["weights", "kv_cache"]
+# For an answer that takes no work. Who restarts the proxy holds its port open: a question waits.
+LOOK_TIMEOUT_S = 10.0
 
 
 class PushError(RuntimeError):
@@ -46,9 +48,9 @@ class Peer:
         """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
         self._ask("POST", path, **request)
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, **request: Any) -> dict[str, Any]:
         """A JSON object. Raises as `post`."""
-        answer = self._ask("GET", path).json()
+        answer = self._ask("GET", path, **request).json()
         return answer if isinstance(answer, dict) else {}
 
     def _ask(self, method: str, path: str, **request: Any) -> httpx.Response:
@@ -116,7 +118,8 @@ class VllmControl:
 
     def weight_version(self) -> str:
         """Set by each `load`; an engine that was started since has that of its start."""
-        return str(self._peer.get("/weight_info").get("weight_version"))
+        found = self._peer.get("/weight_info", timeout=LOOK_TIMEOUT_S)
+        return str(found.get("weight_version"))
 
     def world_size(self) -> int:
         """Workers, with those of data parallelism."""
@@ -161,7 +164,7 @@ class ProxyControl:
         state: dict[str, Any] = {}
         if self._peer:
             with contextlib.suppress(PushError, ValueError):
-                state = self._peer.get("/api/push")
+                state = self._peer.get("/api/push", timeout=LOOK_TIMEOUT_S)
         return bool(state) and (state.get("held") is True or state.get("version") != version)
 
     def release(self) -> None:
