@@ -118,7 +118,14 @@ class VllmControl:
 
     def weight_version(self) -> str:
         """Set by each `load`; an engine that was started since has that of its start."""
-        found = self._peer.get("/weight_info", timeout=LOOK_TIMEOUT_S)
+        return str(self._peer.get("/weight_info").get("weight_version"))
+
+    def weight_version_soon(self) -> str | None:
+        """As `weight_version`; None where it does not answer soon."""
+        try:
+            found = self._peer.get("/weight_info", timeout=LOOK_TIMEOUT_S)
+        except (PushError, ValueError):
+            return None
         return str(found.get("weight_version"))
 
     def world_size(self) -> int:

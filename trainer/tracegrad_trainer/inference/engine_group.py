@@ -42,7 +42,7 @@ class EngineGroup:
     def serves_another(self, version: int) -> bool:
         """Whether an engine has other weights than those: one that was started since has those of
         its start. False where one does not answer, or its word means nothing."""
-        said = [_version_of(engine) for engine in self._engines.values()]
+        said = [engine.weight_version_soon() for engine in self._engines.values()]
         return None not in said and any(one != str(version) for one in said)
 
     def connect(self) -> None:
@@ -108,13 +108,6 @@ class EngineGroup:
             raise next(iter(failed.values()))
         words = "; ".join(f"engine {url}: {error}" for url, error in failed.items())
         raise (EngineLostError if lost else PushError)(words) from next(iter(failed.values()))
-
-
-def _version_of(engine: VllmControl) -> str | None:
-    try:
-        return engine.weight_version()
-    except (PushError, ValueError):
-        return None
 
 
 def _or_lost(engine: VllmControl, served: ServedWeights) -> None:
