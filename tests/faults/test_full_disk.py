@@ -31,7 +31,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk |
 def test_a_full_disk(disk: SmallDisk | None, char_model: Path) -> None:
     if disk is None:
         return
-    settings = {"model": char_model, "checkpoint.keep": 1}
+    settings = {"model": char_model, "checkpoint.keep": 1, "max_restarts": 0}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
         toys = ToyAgents(run.url)
@@ -67,7 +67,7 @@ def test_what_a_full_disk_kept_from_being_trained_is_trained_by_the_next_start(
 ) -> None:
     if disk is None:
         return
-    settings = {"model": char_model, "checkpoint.keep": 1}
+    settings = {"model": char_model, "checkpoint.keep": 1, "max_restarts": 0}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
         toys = ToyAgents(run.url)

@@ -27,7 +27,8 @@ def test_killed_in_a_push_it_comes_back_with_what_was_committed(
     victim: str, every_steps: int, char_model: Path, tmp_path: Path
 ) -> None:
     checkpoint = {"checkpoint.every_steps": every_steps, "checkpoint.idle_s": 1.0}
-    state_dir, settings = tmp_path / "state", {"model": char_model, **checkpoint}
+    settings = {"model": char_model, "max_restarts": 0, **checkpoint}
+    state_dir = tmp_path / "state"
     with trainer_serve(state_dir, settings) as run:
         run.wait_serving()
         with GroupLoad(run.url) as crowd:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import signal
@@ -64,6 +63,13 @@ def proxy_command(
     workers: Annotated[
         int | None, typer.Option(help="Processes that serve the port together. Default: 1")
     ] = None,
+    fd: Annotated[
+        int | None,
+        typer.Option(
+            help="File descriptor of a socket that listens already, in place of host and port:"
+            " whoever supervises the proxy keeps it open while this is started again."
+        ),
+    ] = None,
 ) -> None:
     """Serve LLM calls to agents and record every turn.
 
@@ -84,11 +90,12 @@ def proxy_command(
         "port": port,
         "workers": workers,
     }
-    serve(_settings({name: value for name, value in flags.items() if value is not None}))
+    serve(_settings({name: value for name, value in flags.items() if value is not None}), fd=fd)
 
 
-def serve(settings: ProxySettings) -> None:
-    """Run until Ctrl-C or SIGTERM. Exits with 2 and one line when it cannot start."""
+def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
+    """Run until Ctrl-C or SIGTERM. Exits with 2 and one line when it cannot start. `fd`: of a
+    socket that listens already."""
     import uvicorn
 
     from tracegrad.proxy.app import create_app
@@ -100,7 +107,7 @@ def serve(settings: ProxySettings) -> None:
         _fail("workers: more than one runs on Linux only; leave it out here")
     _check_hooks(settings.redact)
     settings = _with_tokenizer_folder(settings)
-    listener = _listen(settings.host, settings.port)
+    listener = _listener(settings, fd)
     try:
         store = Store.open(settings.store)
     except (StoreError, ValueError) as error:
@@ -201,14 +208,23 @@ def _settings(flags: dict[str, object]) -> ProxySettings:
         _fail(str(error))
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+def _listener(settings: ProxySettings, fd: int | None) -> socket.socket:
+    from tracegrad.proxy.http.listener import (
+        ListenError,
+        activated_listener,
+        inherited_listener,
+        listen,
+    )
+
+    another = "choose another with --port"
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            _fail(f"port {port} of {host} is in use; choose another with --port")
-        _fail(f"cannot listen on {host}:{port}: {error.strerror}")
+        if fd is not None:
+            return inherited_listener(fd)
+        if (passed := activated_listener()) is not None:
+            return passed
+        return listen(settings.host, settings.port, if_taken=another)
+    except ListenError as error:
+        _fail(str(error))
 
 
 def _url_host(name: str) -> str:

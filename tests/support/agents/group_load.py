@@ -22,8 +22,11 @@ class GroupLoad:
     Without the SDK, whose outbox would go on trying to reach a proxy that is dead.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, patient: bool = False) -> None:
+        """`patient`: a failure ends no more than its attempt."""
         self.toys = ToyAgents(url)
+        self.patient = patient
+        self.failures: list[BaseException] = []
         self.failure: BaseException | None = None  # the first one; then the crowd goes home
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._work()), daemon=True)
@@ -54,7 +57,8 @@ class GroupLoad:
         for failure in await asyncio.gather(*attempts, return_exceptions=True):
             if failure is not None:
                 assert isinstance(failure, openai.OpenAIError | httpx.HTTPError), failure
-                self.failure = self.failure or failure
+                self.failures.append(failure)
+                self.failure = self.failure or (None if self.patient else failure)
 
 
 def missing_calls(store_url: str, toys: Iterable[ToyAgents]) -> list[object]:

@@ -91,6 +91,8 @@ class MockEngine:
     chunk_tokens: int = 4
     break_at: int | None = None  # drop the connection in place of this chunk
     error_at: int | None = None  # report an error in place of this chunk
+    error_words: str = "EngineCore died"
+    faults_left: int = 1_000  # so many answers have one of these
     models: Json = field(
         default_factory=lambda: {
             "object": "list",
@@ -293,10 +295,12 @@ class MockEngine:
         plans = [self._plan(body, index, say) for index, say in enumerate(says)]
         for number in range(max(map(len, plans))):
             await self._pass(number)
-            if number == self.break_at:
+            if number in (self.break_at, self.error_at):
+                self.faults_left -= 1
+            if number == self.break_at and self.faults_left >= 0:
                 raise ConnectionError("the engine dies here, as the test wants it")
-            if number == self.error_at:
-                yield error("EngineCore died", 500)
+            if number == self.error_at and self.faults_left >= 0:
+                yield error(self.error_words, 500)
                 return
             for plan in plans:
                 if number < len(plan) and plan[number] is not None:

@@ -36,6 +36,8 @@ class EngineState:
     paused: bool = False
     updating: bool = False
     incoming: list[float] = field(default_factory=list)
+    says: str = "default"  # what it calls its weights
+    away: bool = False  # the proxy sends no calls: it was started again
     version: int = 0  # the proxy's
     held: bool = False
 
@@ -78,6 +80,15 @@ class SleepingEngine:
         self.weights = {0: MODEL_FOLDER, -1: MODEL_FOLDER}  # of each version
         self.lock = Lock()
 
+    def start_again(self) -> None:
+        """As a supervisor does with an engine that was killed."""
+        proxy = {"version": self.state.version, "held": self.state.held}
+        self.state = EngineState(away=True, **proxy)
+
+    def start_proxy_again(self, version: int) -> None:
+        """`version`: what the store has as served."""
+        self.state.version, self.state.held = version, True
+
     def refuse_once(self, call: str) -> None:
         left = [call]
         self.refuse = lambda number, path: path in left and left.remove(path) is None
@@ -109,7 +120,7 @@ class SleepingEngine:
 
     def check(self, call: str) -> None:
         state = self.state
-        if state.paused:
+        if state.paused or state.away or state.held:
             return
         if state.asleep:
             self.wrong.append(f"{call}: computes without {state.asleep}")
@@ -168,8 +179,15 @@ class SleepingEngine:
     def finish_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
         self.state.updating = False
         [self.state.weight] = self.state.incoming
+        self.state.says, self.state.away = body["weight_version"], False
+
+    def weight_info(self, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        return {"weight_version": self.state.says}
 
     # The proxy
+
+    def api_push(self, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
+        return {"version": self.state.version, "held": self.state.held}
 
     def api_push_hold(self, query: dict[str, str], body: dict[str, Any]) -> None:
         self.state.held = True

@@ -142,6 +142,11 @@ def _overview(status: RunStatus) -> PlainTable:
         shown.add_row("waiting" if running else "next batch", status.waiting_for)
     if status.placement is not None:
         shown.add_row("placement", status.placement.removeprefix("placement: "))
+    for name, part in status.parts.items():
+        times = format_count(part["restarts"], "time")
+        now = "" if part["up"] else "; not ready yet"
+        ago = f"last {format_age(part['last_end_at'])} ago{now}: {part['last_end']}"
+        shown.add_row("started again", f"{name}, {times}, {ago}")
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"

@@ -1,8 +1,10 @@
-"""`trainer serve`: starts vLLM, the proxy and the FSDP ranks, watches them, stops them together.
+"""`trainer serve`: starts vLLM, the proxy and the FSDP ranks, watches them, starts those again that
+end, stops them together.
 
-Nothing here touches a tensor. The supervisor owns the order: what can be checked is checked
-before anything starts; then all three start at once, since each spends its time importing. The
-ranks stop first, so that a step under way is committed and its push finished; vLLM goes last.
+Nothing here touches a tensor. This process owns the order: what can be checked is checked before
+anything starts; then all three start at once, since each spends its time importing. The ranks stop
+first, so that a step under way is committed and its push finished; vLLM goes last. It owns the port
+too, so that calls wait while the proxy is started again.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import contextlib
 import errno
 import os
 import secrets
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import IO
 from pydantic import SecretStr
 from rich.console import Console
 
+from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
@@ -37,18 +39,19 @@ from tracegrad_trainer.launch.run_journal import Ending, RunJournal
 from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
 from tracegrad_trainer.launch.session import (
     NOTHING,
-    STOP_SIGNALS,
     StartError,
     StepFeed,
     StopRequested,
     committed_point,
     lock_state_folder,
     max_steps_reached,
+    on_second_signal,
     open_store,
     raising_on_stop_signals,
     stop_ranks,
     write_resolved_settings,
 )
+from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import (
@@ -62,6 +65,8 @@ from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_re
 
 # A start takes at most so long, and what reading the weights from a slow disk takes besides.
 READY_TIMEOUT_S = 900.0
+# Of the ranks, behind their first push.
+PUSHED_STAGES = ("waiting", "training", "saving")
 SLOW_READ = 100 << 20  # bytes a second
 
 
@@ -70,14 +75,19 @@ class NothingToDo(Exception):
 
 
 def serve(settings: TrainerSettings, console: Console) -> int:
-    """Runs until it is stopped (0), `max_steps` is done (0; 3 if it was before), or a part dies
-    (1). One line says which."""
+    """Runs until it is stopped (0; at once by a second signal: 1), `max_steps` is done (0; 3 if it
+    was before), or a part is given up (1). One line says which."""
+    stack = ServeStack(settings, console)
     try:
-        with raising_on_stop_signals(), ServeStack(settings, console) as stack:
+        with raising_on_stop_signals(), stack:
             stack.start()
             console.print(stack.watch(), highlight=False, soft_wrap=True)
     except StopRequested as stop:
-        console.print(f"stopped by {stop}; everything captured is in the store", highlight=False)
+        at_once = " at once" if stack.cut_short else ""
+        console.print(
+            f"stopped{at_once} by {stop}; everything captured is in the store", highlight=False
+        )
+        return int(stack.cut_short)
     except NothingToDo as why:
         console.print(f"trainer serve: {why}", highlight=False, soft_wrap=True)
         return NOTHING
@@ -99,7 +109,9 @@ class ServeStack:
         self.journal: RunJournal | None = None
         self.finish: tuple[Ending, str] | None = None  # how the ranks ended well
         self.children: list[ChildProcess] = []
+        self.listener: socket.socket | None = None
         self.ready_timeout_s = READY_TIMEOUT_S
+        self.cut_short = False  # the stop, by a second signal
 
     def __enter__(self) -> ServeStack:
         return self
@@ -107,23 +119,38 @@ class ServeStack:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        for each in STOP_SIGNALS:  # a second Ctrl-C must not cut this short
-            signal.signal(each, signal.SIG_IGN)
+        on_second_signal(self._stop_at_once)
         self.report_stage("stopping")
         self._write_end(error)  # first: what follows takes a while, and may be killed
+        if any(child.name == "proxy" and child.exit_code() is not None for child in self.children):
+            self._close_listener()  # or the ranks wait in it for an answer
         for child in reversed(self.children):
             if child.name == "ranks":
                 stop_ranks(
                     child, self.settings, lambda line: self.console.print(line, highlight=False)
                 )
             else:
+                if child.name == "proxy":
+                    self._close_listener()
                 child.stop()
+        self._close_listener()
         self._write_end(error)  # a step under way is committed by now
         if self.store is not None:
             self.store.close()
         self.report_stage("stopped")
         if self.lock is not None:
             self.lock.close()
+
+    def _stop_at_once(self) -> None:
+        self.cut_short = True
+        for child in self.children:
+            child.kill()
+
+    def _close_listener(self) -> None:
+        """Before the proxy stops: what waits in it would wait for nobody."""
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
 
     def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:
@@ -140,7 +167,8 @@ class ServeStack:
             case None:
                 ending, said = self.finish or ("error", "ended early")
             case StopRequested():
-                ending, said = "signal", f"stopped by {error}"
+                at_once = " at once" if self.cut_short else ""
+                ending, said = "signal", f"stopped{at_once} by {error}"
             case NothingToDo():
                 ending, said = "max_steps", str(error)
             case _:
@@ -150,7 +178,7 @@ class ServeStack:
     def start(self) -> None:
         """Raises StartError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
-        check_port_free(settings.proxy.host, settings.proxy.port, "proxy.port")
+        self.listener = listen_for_agents(settings)
         if settings.vllm.port is not None:
             check_port_free(settings.vllm.host, settings.vllm.port, "vllm.port")
         self.lock = lock_state_folder(settings.state_dir)
@@ -182,7 +210,7 @@ class ServeStack:
         delete_state(settings.state_dir, "ranks")
 
         vllm = VllmProcess(settings.vllm, settings.gpus.vllm_gpus)
-        proxy = proxy_process(settings)
+        proxy = proxy_process(settings, self.listener.fileno())
         ranks = RankProcesses(settings, resolved)
         self.children = [vllm, proxy, ranks]
         for child in self.children:
@@ -190,16 +218,19 @@ class ServeStack:
             child.start()
         self._await(proxy, lambda: is_responding(settings.url, "/healthz"))
         self._await(vllm, lambda: is_responding(settings.vllm.url, "/health"))
-        self._await(ranks, self._first_push_done)
+        self._await(ranks, self._ranks_serve)
         self.report_stage("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
 
     def watch(self) -> str:
-        """Prints a line a step, until the ranks are done (returns how) or a part dies
+        """Prints a line a step, until the ranks are done (returns how) or a part is given up
         (ChildError)."""
         assert self.store is not None
+        supervisor = self._supervisor()
+        ranks = supervisor.parts[-1]
 
         def show(step: StepRecord) -> None:
+            ranks.backoff.achieved()
             self.console.print(format_step_line(step), highlight=False)
 
         needs = BatchNeeds.of(self.settings.stored(), self.settings.url)
@@ -211,10 +242,10 @@ class ServeStack:
         )
 
         def check() -> None:
-            self._check()
+            supervisor.tick()
             notice.tick()
 
-        StepFeed(self.store).show_until_end(self.children[-1], show, check)
+        StepFeed(self.store).show_until_end(ranks.process, show, check)
         step, version = committed_point(self.store)
         where = f"step {step}, version {version}"
         if reached := max_steps_reached(self.settings, step):
@@ -224,6 +255,26 @@ class ServeStack:
             said = f"ended after {where}: the ranks were asked to end"
             self.finish = "signal", said
         return said
+
+    def _supervisor(self) -> Supervisor:
+        most = self.settings.max_restarts
+        answering = {
+            "vllm": lambda: is_responding(self.settings.vllm.url, "/health"),
+            "proxy": lambda: is_responding(self.settings.url, "/healthz"),
+        }
+        parts = []
+        for child in self.children:
+            answers = answering.get(child.name)
+            ready = answers or self._ranks_serve
+            by_time = answers is not None
+            parts.append(Part(child, Backoff(most), ready, answers, proven_by_time=by_time))
+        supervisor = Supervisor(
+            parts,
+            self.ready_timeout_s,
+            say=lambda line: self.console.print(line, highlight=False, soft_wrap=True),
+            changed=lambda: self.report_stage("serving", parts=supervisor.as_json()),
+        )
+        return supervisor
 
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""
@@ -236,8 +287,8 @@ class ServeStack:
         )
 
     def _check(self) -> None:
-        """Raises ChildError if a part has ended. What is left of it ends first, before the ranks:
-        they may wait for its answer."""
+        """Raises ChildError if a part has ended while all start: its settings are wrong, in
+        general. What is left of it ends first, before the ranks: they may wait for its answer."""
         for child in self.children:
             try:
                 child.check()
@@ -245,9 +296,10 @@ class ServeStack:
                 child.stop(grace_s=0)
                 raise
 
-    def _first_push_done(self) -> bool:
+    def _ranks_serve(self) -> bool:
+        """Whether they have pushed weights since their start."""
         state = read_state(self.settings.state_dir, "ranks")
-        return state is not None and state["alive"] and state.get("stage") == "waiting"
+        return state is not None and state["alive"] and state.get("stage") in PUSHED_STAGES
 
 
 def with_control_key(settings: TrainerSettings) -> TrainerSettings:
@@ -258,16 +310,36 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
 
 
-def proxy_process(settings: TrainerSettings) -> ChildProcess:
+def listen_for_agents(settings: TrainerSettings) -> socket.socket:
+    """The port that agents call, ours or an init system's. Raises StartError."""
+    field = "proxy.port"
+    another = f"stop what listens there or take another (--set {field}=...)"
+    try:
+        if (passed := activated_listener()) is not None:
+            if (port := passed.getsockname()[1]) != settings.proxy.port:
+                raise ListenError(
+                    f"{field}: the socket that was passed (LISTEN_FDS) listens on port {port}, and"
+                    f" {settings.proxy.port} is set; set it to {port}"
+                )
+            return passed
+        return listen(settings.proxy.host, settings.proxy.port, field=field, if_taken=another)
+    except ListenError as error:
+        raise StartError(str(error)) from None
+
+
+def proxy_process(settings: TrainerSettings, listener: int | None = None) -> ChildProcess:
     """`tracegrad proxy` in front of our vLLM, closed until the ranks have pushed their weights:
-    vLLM starts with those of the model folder, whatever version was trained last."""
+    vLLM starts with those of the model folder, whatever version was trained last. `listener`: the
+    file descriptor of its port, which it opens itself otherwise."""
     model = settings.proxy.model or settings.vllm.served_model_name
     ours: dict[str, object] = {"model": model, "upstream": settings.proxy.upstream, "held": True}
     if settings.vllm.api_key is not None:
         ours["upstream_api_key"] = settings.vllm.api_key
     env = settings.proxy.model_copy(update=ours).environment()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
-    return ChildProcess("proxy", command, log=settings.logs / "proxy.log", env=env)
+    log, fds = settings.logs / "proxy.log", [] if listener is None else [listener]
+    command += [f"--fd={fd}" for fd in fds]
+    return ChildProcess("proxy", command, log=log, env=env, pass_fds=fds)
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:

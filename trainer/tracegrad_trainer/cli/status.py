@@ -34,6 +34,7 @@ class RunStatus:
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
     placement: str | None  # of `trainer serve`: who is on which GPUs
+    parts: dict[str, Json]  # of those that were started again: restarts, up, last_end, last_end_at
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
     failed_versions: list[int]
@@ -97,6 +98,7 @@ def collect_status(
         else None,
         url=serve.get("url") if serving else None,
         placement=serve.get("placement") if serving else None,
+        parts=serve.get("parts", {}) if serving else {},
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),

@@ -24,6 +24,7 @@ from tracegrad_trainer.launch.session import (
     StopRequested,
     committed_point,
     lock_state_folder,
+    on_second_signal,
     open_store,
     raising_on_stop_signals,
     stop_ranks,
@@ -159,4 +160,5 @@ def _watch(
         refused = said is not None and not begun
         raise (RefusedError if refused else StartError)(str(said or error)) from None
     finally:
+        on_second_signal(ranks.kill)
         stop_ranks(ranks, settings, say)

@@ -194,6 +194,13 @@ class TrainerSettings(FileSettings):
     )
     seed: int = Field(0, description="of everything random in the trainer")
     max_steps: int | None = Field(None, ge=1, description="end after this step")
+    max_restarts: int = Field(
+        5,
+        ge=0,
+        description="a part of `trainer serve` (vLLM, the proxy, the ranks) that ends or answers no"
+        " more is started again, so many times in a row with nothing achieved between them: a"
+        " minute of service, or a step of the ranks; 0: its first end ends the run",
+    )
     proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
     vllm: VllmSettings
     gpus: GpuSettings = GpuSettings()

@@ -15,6 +15,8 @@ from tracegrad_trainer.utils.network import http_client
 
 SleepLevel = Literal[1, 2]
 MemoryTag = Literal["weights", "kv_cache"]
+# For an answer that takes no work. Who restarts the proxy holds its port open: a question waits.
+LOOK_TIMEOUT_S = 10.0
 
 
 class PushError(RuntimeError):
@@ -46,10 +48,10 @@ class Peer:
         """EngineLostError if nobody answers, PushError with the server's words if it refuses."""
         self._ask("POST", path, **request)
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, **request: Any) -> dict[str, Any]:
         """A JSON object; an empty one for any other answer. Raises as `post`."""
         try:
-            answer = self._ask("GET", path).json()
+            answer = self._ask("GET", path, **request).json()
         except ValueError:
             return {}
         return answer if isinstance(answer, dict) else {}
@@ -121,6 +123,14 @@ class VllmControl:
         """Set by each `load`; an engine that was started since has that of its start."""
         return str(self._peer.get("/weight_info").get("weight_version"))
 
+    def weight_version_soon(self) -> str | None:
+        """As `weight_version`; None where it does not say, or not soon."""
+        try:
+            found = self._peer.get("/weight_info", timeout=LOOK_TIMEOUT_S).get("weight_version")
+        except PushError:
+            return None
+        return found if isinstance(found, str) else None
+
     def world_size(self) -> int:
         """Workers, with those of data parallelism."""
         size = self._peer.get("/get_world_size").get("world_size")
@@ -160,6 +170,15 @@ class ProxyControl:
 
     def set_version(self, version: int) -> None:
         self._post("/api/push/version", json={"version": version})
+
+    def has_another(self, version: int) -> bool:
+        """Whether calls wait, or are recorded as of another version: of a proxy that was started
+        since the last push. False where it does not answer."""
+        state: dict[str, Any] = {}
+        if self._peer:
+            with contextlib.suppress(PushError):
+                state = self._peer.get("/api/push", timeout=LOOK_TIMEOUT_S)
+        return bool(state) and (state.get("held") is True or state.get("version") != version)
 
     def release(self) -> None:
         # Without effect? A hold opens by itself after its ttl.

@@ -35,6 +35,16 @@ class EngineGroup:
         self.lost: set[str] = set()  # those that did not answer, and are asked no more
         self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
 
+    def ask_all(self) -> None:
+        """Those that were lost too: they may have been started again."""
+        self.lost.clear()
+
+    def serves(self, version: int) -> bool | None:
+        """Whether all have these weights, in their own word: one that was started since has those
+        of its start. None where one does not answer."""
+        said = [engine.weight_version_soon() for engine in self._engines.values()]
+        return None if None in said else all(one == str(version) for one in said)
+
     def connect(self) -> None:
         self._each(lambda engine: engine.connect())
 

@@ -34,6 +34,7 @@ from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
+from tracegrad_trainer.inference.engine_watch import EngineWatch
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     ProbeSample,
@@ -107,6 +108,7 @@ class WeightPublisher:
                     transport=transport_of(settings.push.transport, learner.device),
                 )
             )
+            stack.enter_context(EngineWatch(self.pusher))
 
     @contextmanager
     def engine_stopped(self) -> Iterator[None]:

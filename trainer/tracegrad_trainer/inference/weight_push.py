@@ -9,6 +9,7 @@ asleep, is `engine_sleep`'s.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,11 @@ class WeightPusher:
             )
         self._stopped = False
         self._watch = Stopwatch()
+        self._turn = threading.RLock()  # `restore` comes from another thread
+        self._in_doubt = False  # whether the engine has what it says, after a `restore` that failed
+        self._says_versions = (
+            True  # whether an engine's word is that of the last push, as vLLM's is
+        )
 
     @property
     def version(self) -> int:
@@ -140,14 +146,15 @@ class WeightPusher:
 
         Raises PushError (the engine goes on as before), EngineLostError.
         """
-        if self._stopped:
-            return
-        self._stopped = True
-        try:
-            self._engine.stop(self._served, self._watch)
-        except BaseException as error:
-            self._end_of_failure(error)
-            raise
+        with self._turn:
+            if self._stopped:
+                return
+            self._stopped = True
+            try:
+                self._engine.stop(self._served, self._watch)
+            except BaseException as error:
+                self._end_of_failure(error)
+                raise
 
     def wake_engine(self) -> None:
         """The engine goes on with the weights that it had, unless a push has woken it.
@@ -205,25 +212,54 @@ class WeightPusher:
         `verify` runs on the new weights while other calls still wait; if it raises, the old
         weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
         """
-        try:
-            if self._connects:
-                self._connect(new)
-            self.stop_engine()
-            watch = self._take_watch()
+        with self._turn:
             try:
-                self._swap(new, watch)
-                if verify:
-                    self._verify(new, verify, watch)
-            except BaseException as error:
-                self._end_of_failure(error, watch)
-                raise
-            self._open_gate(watch)
-            self._served = new
-        finally:
-            self._files.keep_only(self.version)
+                seconds = self._serve(new, verify)
+            finally:
+                self._files.keep_only(self.version)
         size = sum(Path(path).stat().st_size for path in new.paths)
         carried: Carried = "weights" if self._adapter is None else "adapter"
-        return PushReport(new.version, watch.seconds, size, carried)
+        return PushReport(new.version, seconds, size, carried)
+
+    def restore(self) -> bool:
+        """An engine that was started again gets the weights that are served, and a proxy their
+        version: whether one needed it. Nothing while the engine stands still, before a first push,
+        or while an engine does not answer. Raises as `serve`."""
+        with self._turn:
+            if self._stopped or self.version < 0:
+                return False
+            another = self._says_versions and self._vllm.serves(self.version) is False
+            stale = self._in_doubt or another
+            if not stale and not self._proxy.has_another(self.version):
+                return False
+            # Of a push whose files may be written just now.
+            pushing, self._watch = self._watch, Stopwatch()
+            self._in_doubt = True
+            try:
+                self._serve(self._served, None)
+            finally:
+                self._watch = pushing
+            self._in_doubt = False
+            self._says_versions = self._vllm.serves(self.version) is not False
+            return True
+
+    def _serve(self, new: ServedWeights, verify: Callable[[], object] | None) -> dict[str, float]:
+        """Seconds by stage."""
+        self._vllm.ask_all()
+        if self._connects:
+            self._connect(new)
+        self.stop_engine()
+        watch = self._take_watch()
+        try:
+            self._swap(new, watch)
+            if verify:
+                self._verify(new, verify, watch)
+        except BaseException as error:
+            self._end_of_failure(error, watch)
+            raise
+        self._open_gate(watch)
+        self._served = new
+        return watch.seconds
 
     def close(self) -> None:
         """Removes the weight files: nothing can be put back afterwards. An engine that still

@@ -15,7 +15,7 @@ from typing import IO, NoReturn
 
 from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
-from tracegrad.store import StepHistory, StepRecord, Store
+from tracegrad.store import StepHistory, StepRecord, Store, StoreUnavailable
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
 from tracegrad_trainer.launch.run_state import read_state
@@ -24,7 +24,8 @@ from tracegrad_trainer.utils.subprocesses import ChildProcess
 RANKS_GRACE_S = 30.0
 POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
+# `timeout`, and a terminal behind `make`, send one signal twice: that is one wish.
+SAME_SIGNAL_S = 0.5
 
 # Of a command that had nothing to do: no success, and no failure either.
 NOTHING = 3
@@ -57,6 +58,18 @@ def raising_on_stop_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
+def on_second_signal(stop_at_once: Callable[[], None]) -> None:
+    """From now on a stop signal is a second one: whoever sent it does not want to wait."""
+    since = time.monotonic()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - since >= SAME_SIGNAL_S:
+            stop_at_once()
+
+    for each in STOP_SIGNALS:
+        signal.signal(each, stop)
+
+
 def write_resolved_settings(settings: TrainerSettings, name: str = "settings.json") -> Path:
     """The resolved settings as the ranks read them, less what is secret (see `RankProcesses`).
 
@@ -79,9 +92,7 @@ def open_store(url: SecretUrl) -> Store:
 
 def stop_ranks(ranks: ChildProcess, settings: TrainerSettings, say: Callable[[str], None]) -> None:
     """They end the step under way and write the checkpoint of the steps that none has, for which
-    they have `checkpoint.stop_timeout_s`; `say` hears of it. A second signal changes nothing."""
-    for each in STOP_SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    they have `checkpoint.stop_timeout_s`; `say` hears of it."""
     state = read_state(settings.state_dir, "ranks") or {}
     pending: list[int] = state.get("pending", [])
     grace_s = RANKS_GRACE_S
@@ -161,11 +172,16 @@ class StepFeed:
     def show_until_end(
         self, ranks: ChildProcess, show: Callable[[StepRecord], None], check: Callable[[], None]
     ) -> None:
-        """Shows each step, until the ranks are done or `check` raises: a part has died."""
+        """Shows each step, until the ranks are done or `check` raises: a part has died. Those in a
+        store that is away for a while are shown later."""
         while True:
             finished = ranks.exit_code() == 0
-            for step in self.new_steps():
-                show(step)
+            try:
+                for step in self.new_steps():
+                    show(step)
+            except StoreUnavailable:
+                if finished:
+                    raise
             if finished:
                 return
             # Ranks that ended well meanwhile are no fault, and have steps that nobody was shown.

@@ -46,7 +46,7 @@ class ServeWorker:
         """Until `max_steps`, or until rank 0 gets a signal to stop."""
         training = self.training
         training.resume()
-        run_on_rank_zero(self._await_endpoints)
+        run_on_rank_zero(self._check_endpoints)
         training.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
         while (task := training.next_action()) != "stop":
@@ -64,8 +64,16 @@ class ServeWorker:
             if self.training.train_batch() and self.training.policy_moved:
                 self._publish()
 
+    def _check_endpoints(self) -> None:
+        """Once they answer: whether they are what we train for. Raises ValueError."""
+        self._await_endpoints()
+        if not self.stopping():
+            check_engines(self.settings.push.engines, self.settings.vllm)
+            check_served_tokenizer(self.settings)
+
     def _await_endpoints(self) -> None:
-        """Until vLLM and the proxy answer; `trainer serve` ends us if one of them cannot."""
+        """Until vLLM and the proxy answer; `trainer serve` starts them again, and ends us if they
+        cannot."""
         probes = {
             "vLLM": (self.settings.vllm.url, "/health"),
             "the proxy": (self.settings.url, "/healthz"),
@@ -77,9 +85,6 @@ class ServeWorker:
                 break
             self.training.report_stage(f"waiting for {' and '.join(missing)}")
             time.sleep(0.2)
-        if not self.stopping():
-            check_engines(self.settings.push.engines, self.settings.vllm)
-            check_served_tokenizer(self.settings)
 
     def _publish(self) -> None:
         """Push and verify; a failed push is loud, leaves the old version, and may not recur.
@@ -89,6 +94,7 @@ class ServeWorker:
         those of the weights that it had.
         """
         training = self.training
+        run_on_rank_zero(self._await_endpoints)
         training.report_stage("pushing")
         if training.trained_rows:
             self._record("pushing", {})

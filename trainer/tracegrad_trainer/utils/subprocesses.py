@@ -46,7 +46,8 @@ class ChildProcess:
     Of our own environment it has all but the variables of settings: `env` has those that it needs,
     so that no child holds a key that it has no use for. Nothing that lies in the working directory
     is imported in place of a library. `orphaned` is the signal that it gets when we die without
-    stopping it.
+    stopping it; `pass_fds` are open in it too, under the same numbers. It may be started again once
+    it has ended.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         nice: int = 0,
         orphaned: signal.Signals = signal.SIGTERM,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.command = list(command)
@@ -65,6 +67,7 @@ class ChildProcess:
         self.env = {**_inherited(), "PYTHONSAFEPATH": "1", **(env or {})}
         self.nice = nice
         self.orphaned = orphaned
+        self.pass_fds = tuple(pass_fds)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # what an earlier process of this name printed comes before
 
@@ -88,6 +91,7 @@ class ChildProcess:
                 stderr=subprocess.STDOUT,
                 env=self.env,
                 start_new_session=True,
+                pass_fds=self.pass_fds,
                 preexec_fn=prepare,
             )
 
@@ -138,6 +142,11 @@ class ChildProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(leader, signal.SIGTERM)
         self._end_within(grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group. Nothing is waited for: signal handlers call this."""
+        if self._process is not None:
+            self._signal(signal.SIGKILL)
 
     def _end_within(self, grace_s: float) -> None:
         assert self._process is not None

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from tracegrad.chat import sampling_params
 from tracegrad.chat.call import Call
-from tracegrad.events import OVER_LENGTH, Json, Turn
+from tracegrad.events import OVER_LENGTH, Json, Turn, new_id
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
 from tracegrad.proxy.capture.recorder import Recorder
@@ -46,7 +46,7 @@ from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams import Upstream, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import Admission, WeightUpdateGate
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
+from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, EngineDied
 from tracegrad.proxy.http.request import (
     ClientDisconnected,
     Headers,
@@ -144,11 +144,12 @@ class LlmCallEndpoint:
             if call.stream:
                 await self._stream(context, scope, receive, send)
                 return None
-            answer = await self._complete(context, receive)
+            context, answer = await self._answer(context, receive)
         except (ApiError, ClientDisconnected):
             self._services.retry_cache.record_failure(known)
             raise
-        return Response(self._dialect.answer(call, answer), media_type="application/json")
+        body = self._dialect.answer(context.call, answer)
+        return Response(body, media_type="application/json")
 
     async def _plan(self, call: Call, owner: CallOwner) -> ContinuationPlan:
         recorder = self._services.recorder
@@ -192,6 +193,23 @@ class LlmCallEndpoint:
         ) as response:
             await response.send(b"".join(out) + writer.end(ends), last=True)
         return None
+
+    async def _answer(self, context: CallContext, receive: Receive) -> tuple[CallContext, Json]:
+        """An engine that died in the middle is asked once more, as most clients would: this one has
+        seen nothing yet. What the first one sampled is a turn of its own, aborted."""
+        try:
+            return context, await self._complete(context, receive)
+        except EngineDied as error:
+            log.warning("a call is made again: %s", error.message)
+        call = replace(context.call, turn_id=new_id())
+        streaming = context.admission.streaming
+        again = replace(
+            context,
+            call=call,
+            headers={**context.headers, "x-request-id": call.turn_id},
+            admission=self._services.gate.admission(context.plan.rollout_id, streaming=streaming),
+        )
+        return again, await self._complete(again, receive)
 
     async def _complete(self, context: CallContext, receive: Receive) -> Json:
         """The answer in one piece, committed."""
@@ -395,5 +413,4 @@ class _Relay:
 def _broken_end(stream: EngineStream) -> ApiError | None:
     if stream.error is not None or stream.done:
         return stream.error
-    message = "the engine broke off its answer: it has no end"
-    return UpstreamError(message)
+    return EngineDied("the engine broke off its answer: it has no end")

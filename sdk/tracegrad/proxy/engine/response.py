@@ -22,7 +22,13 @@ from tracegrad.events import Json
 from tracegrad.proxy.engine.completion import SampledCompletion, tool_call_id
 from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
-from tracegrad.proxy.http.errors import CONTEXT_LENGTH_EXCEEDED, ApiError, UpstreamError
+from tracegrad.proxy.http.errors import (
+    CONTEXT_LENGTH_EXCEEDED,
+    ENGINE_DIED,
+    ApiError,
+    EngineDied,
+    UpstreamError,
+)
 
 _TOO_LONG = re.compile(rb"maximum context length|context_length_exceeded|exceeds model's max")
 
@@ -36,6 +42,8 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         body = None
+    if ENGINE_DIED in raw:
+        return EngineDied(f"the engine died: {raw[:300].decode(errors='replace')}", raw=raw)
     error = body.get("error", body) if isinstance(body, dict) else None
     if not isinstance(error, dict) or not isinstance(error.get("message"), str):
         text = raw[:300].decode(errors="replace").strip()

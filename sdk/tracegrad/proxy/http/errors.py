@@ -8,6 +8,8 @@ from tracegrad.jsonutil import dump_json
 
 # Seconds. Some clients give up at once on a 429 or 503 that does not say when to come back.
 RETRY_AFTER = "1"
+# What vLLM says when its engine process has died under the server, which then shuts down.
+ENGINE_DIED = b"EngineCore encountered an issue"
 # OpenAI's code for a prompt that is too long; agents that can shorten theirs look for it.
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
@@ -89,6 +91,15 @@ class UpstreamError(ApiError):
     ) -> None:
         kind = "upstream_error"
         super().__init__(status, message, kind=kind, code=code, retry_after=retry_after)
+
+
+class EngineDied(UpstreamError):
+    """The engine, or the connection to it, ended in the middle of an answer. `raw`: its last words,
+    where it had some."""
+
+    def __init__(self, message: str, *, raw: bytes | None = None) -> None:
+        super().__init__(message, code="engine_died")
+        self.raw = raw
 
 
 class Unavailable(ApiError):

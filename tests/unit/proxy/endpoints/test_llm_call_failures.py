@@ -14,12 +14,14 @@ import pytest
 
 from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
-from support.proxy.servers import eventually
+from support.proxy.servers import CONTROL_KEY, eventually
+from tracegrad.proxy.http.errors import ENGINE_DIED
 from tracegrad.store import Store
 from tracegrad_trainer.utils.network import find_free_port
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/rollouts/r1/v1/chat/completions"
+CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
 
 
 @pytest.fixture
@@ -126,6 +128,44 @@ def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(rig: ProxyWithEngi
     [turn] = rig.turns()
     assert turn.untrainable == "aborted"
     assert len(turn.completion_token_ids) == 12
+
+
+@pytest.fixture
+def pushed_to(rig: ProxyWithEngine) -> ProxyWithEngine:
+    """Weights are pushed to its engine, which therefore streams to the proxy whatever the client
+    asks for."""
+    rig.http.post("/api/push/hold", json={"drain_s": 0}, headers=CONTROL).raise_for_status()
+    rig.http.post("/api/push/release", headers=CONTROL).raise_for_status()
+    return rig
+
+
+@pytest.mark.parametrize("fault", ["break_at", "error_at"])
+def test_an_engine_that_dies_in_a_whole_answer_is_asked_again(
+    pushed_to: ProxyWithEngine, fault: str
+) -> None:
+    rig, said = pushed_to, Answer("a story that ends well")
+    rig.engine.replies += [Answer("a story that breaks off"), said]
+    setattr(rig.engine, fault, 3)
+    rig.engine.error_words, rig.engine.faults_left = ENGINE_DIED.decode(), 1
+    answer = rig.http.post(CHAT, json={"messages": HELLO}).json()
+    assert answer["choices"][0]["message"]["content"] == "a story that ends well"
+    broken, whole = rig.turns()
+    assert (broken.untrainable, len(broken.completion_token_ids)) == ("aborted", 12)
+    assert whole.untrainable is None
+    assert whole.completion_token_ids.tolist() == said.token_ids
+    assert answer["id"] == f"chatcmpl-{whole.turn_id}"
+    assert rig.http.get("/api/push").json()["in_flight"] == 0
+
+
+def test_an_engine_that_dies_of_a_call_is_not_asked_for_ever(pushed_to: ProxyWithEngine) -> None:
+    rig = pushed_to
+    rig.engine.replies += [Answer("a story that breaks off") for _ in range(3)]
+    rig.engine.break_at = 2
+    answer = rig.http.post(CHAT, json={"messages": HELLO})
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "engine_died"
+    assert len(rig.engine.requests) == 2
+    assert [turn.untrainable for turn in rig.turns()] == ["aborted", "aborted"]
 
 
 def test_an_error_inside_a_stream_is_relayed(rig: ProxyWithEngine) -> None:

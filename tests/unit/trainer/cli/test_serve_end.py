@@ -126,7 +126,7 @@ def test_each_end_is_said_and_kept(
     ending: str,
     words: str,
 ) -> None:
-    settings = settings.model_copy(update={"max_steps": limit})
+    settings = settings.model_copy(update={"max_steps": limit, "max_restarts": 0})
     settings.logs.mkdir(parents=True)
     started(monkeypatch, settings, then)
     ended, lines, run = served(settings)

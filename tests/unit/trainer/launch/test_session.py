@@ -72,7 +72,26 @@ def test_ranks_with_steps_that_no_checkpoint_has_may_take_their_time(
     assert ranks.exit_code() is not None
     assert (tmp_path / "written").exists() == written
     assert heard == said
-    signal.raise_signal(signal.SIGINT)  # an impatient second Ctrl-C is over before it matters
+
+
+@pytest.mark.parametrize("number", session.STOP_SIGNALS)
+def test_a_second_signal_ends_ranks_at_once_and_one_sent_twice_is_one(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SAME_SIGNAL_S", 3600.0)
+    settings = trainer_settings(tmp_path)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ranks = ChildProcess("ranks", command, log=tmp_path / "log")
+    ranks.start()
+    eventually((tmp_path / "up").exists, 60)
+    session.on_second_signal(ranks.kill)
+    signal.raise_signal(number)
+    assert ranks.exit_code() is None, "the same wish"
+    monkeypatch.setattr(session, "SAME_SIGNAL_S", 0.0)
+    signal.raise_signal(number)
+    session.stop_ranks(ranks, settings, lambda _: None)
+    assert ranks.exit_code() == -signal.SIGKILL
+    assert not (tmp_path / "written").exists()
 
 
 # Ends with its rank, which has a session of its own; of a signal it kills it, as torch's launcher

@@ -12,7 +12,7 @@ from yarl import URL
 
 from tracegrad.proxy.engine.upstreams.base import UpstreamResponse
 from tracegrad.proxy.engine.upstreams.response_body import ResponseBody
-from tracegrad.proxy.http.errors import ApiError, UpstreamError
+from tracegrad.proxy.http.errors import ENGINE_DIED, ApiError, EngineDied, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.urls import http_base, unix_socket
 
@@ -24,9 +24,6 @@ FIRST_PROBE_S = 0.1
 MAX_PROBE_INTERVAL_S = 2.0
 
 PROBE_TIMEOUT_S = 5.0
-
-# What vLLM says when its engine process has died under the server, which then shuts down.
-ENGINE_DIED = b"EngineCore encountered an issue"
 
 RESTARTED = "it was restarted, and has the weights of its start until the next push"
 
@@ -167,7 +164,7 @@ class Replica:
         if isinstance(error, TimeoutError):
             return self._silent()
         reason = str(error) or type(error).__name__
-        return UpstreamError(f"the engine broke off its answer: {reason}")
+        return EngineDied(f"the engine broke off its answer: {reason}")
 
     def _silent(self) -> ApiError:
         silence = self._session.timeout.sock_read

@@ -11,8 +11,7 @@ import pytest
 from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
 from support.proxy.upstream_pool import CHAT, JSON, Held, Pool, ask, until
 from tracegrad.proxy.engine.upstreams import UpstreamPool
-from tracegrad.proxy.engine.upstreams.replica import ENGINE_DIED
-from tracegrad.proxy.http.errors import ApiError
+from tracegrad.proxy.http.errors import ENGINE_DIED, ApiError
 
 
 async def test_rollouts_stick_and_calls_without_a_name_are_spread(
