@@ -46,6 +46,8 @@ _FORK_FIXES = {
     ForkReason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune "
     "--text-only --older-than); a proxy that goes on running remembers them.",
     ForkReason.REMOVED: "Prune what is older (tracegrad prune --older-than), or finished.",
+    ForkReason.ROLLOUT_TAKEN: "Nothing is wrong. A longer data.idle_s makes fewer of them, and "
+    "rewards of the whole conversation.",
     ForkReason.MEDIA: "Such turns cannot be trained yet. Keep images, audio and video out of the "
     "conversations that training needs.",
     ForkReason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, "

@@ -42,6 +42,18 @@ def has_turns() -> ColumnElement[bool]:
     return exists().where(Turns.rollout_id == Rollouts.rollout_id).correlate(Rollouts)
 
 
+def newest_turn() -> ColumnElement[float | None]:
+    """When the turn was made that was stored last; NULL: there is none."""
+    return (
+        select(Turns.created_at)
+        .where(Turns.rollout_id == Rollouts.rollout_id)
+        .order_by(Turns.seq.desc())
+        .limit(1)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+
+
 def latest_reward() -> ColumnElement[float | None]:
     """The rollout's reward, or NULL: the one that arrived last, unless that took it back.
 

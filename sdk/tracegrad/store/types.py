@@ -46,7 +46,8 @@ class RolloutSummary:
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
     `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
-    `consumed_step`).
+    `consumed_step`). A rollout that `continues` another is one that nobody named, whose
+    conversation began in that one, which training had by then.
     """
 
     rollout_id: str
@@ -63,6 +64,11 @@ class RolloutSummary:
     trained_turns: int
     state: str
     consumed_step: int | None
+    # Nobody reported its end: it was closed after so many seconds without a call.
+    idle_s: float | None = None
+    continues: str | None = None  # the rollout that its conversation began in
+    opened: bool = True  # by somebody; False: calls belong to it, and nobody said more
+    last_turn_at: float | None = None  # of one that has no end
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, func, select
 from tracegrad.events import Outcome
 from tracegrad.store.databases import statements
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags, training_state
+from tracegrad.store.ledger.idle import InferredOpen, inferred_open
 from tracegrad.store.ledger.leases import form_groups, ready_rollouts
 from tracegrad.store.models import Rollouts, Steps, TurnLedger, Turns
 
@@ -32,6 +33,7 @@ class BatchReadiness:
     leased: dict[str, int]  # by the lease's owner
     unscored: dict[str, int]  # by outcome, since the last step
     passed: dict[str, int]  # reason -> turns that were looked at since the last step, not trained
+    inferred_open: InferredOpen  # with the tags; they are among the states' open ones
     newest: float | None  # when one with the tags was opened or finished last; None: there is none
 
 
@@ -59,6 +61,7 @@ def batch_readiness(
         leased=_leased(connection, tags, now),
         unscored=dict(unscored),
         passed=dict(passed),
+        inferred_open=inferred_open(connection, tags, now),
         newest=_newest(connection, tags),
     )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
@@ -21,6 +21,7 @@ from tracegrad.store.expressions import (
     begins_with,
     has_tags,
     latest_reward,
+    newest_turn,
     training_state,
 )
 from tracegrad.store.filters import ALL, OPEN, RolloutFilter
@@ -181,6 +182,7 @@ def _summary_query() -> Select[*tuple[Any, ...]]:
         .scalar_subquery()
         .label("trained_turns"),
         training_state({}, time.time()).label("state"),
+        case((Rollouts.finished_at.is_(None), newest_turn())).label("last_turn_at"),
     )
 
 
