@@ -93,6 +93,7 @@ class RolloutDetail:
     # Whether training took its rewards; those that arrived later, by id, changed nothing.
     rewards_taken: bool = False
     late_rewards: frozenset[str] = frozenset()
+    trainer_idle_s: float | None = None  # `data.idle_s` as the last step was made with
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""
@@ -213,6 +214,19 @@ class LeasePreview:
     groups: list[Group]
     more: int
     incomplete: list[IncompleteGroup]
+    idle: int  # rollouts that would be closed before, `MOST_CLOSED` at most
+    idle_before: float | None  # those without a call since then; None: none would be
+    inferred_open: InferredOpen  # the others that nobody opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferredOpen:
+    """Rollouts with turns that nobody opened and that have no end, at most
+    `ledger.idle.MOST_LOOKED_AT`. `idle_for_s`: of the one without a call for the longest time;
+    below 0 where the proxy's clock is ahead; None: there is none."""
+
+    rollouts: int
+    idle_for_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

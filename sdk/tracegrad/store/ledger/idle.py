@@ -10,39 +10,28 @@ Everything here happens inside the caller's transaction.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, select, update
+from sqlalchemy import Connection, Select, func, select, true, update
 
 from tracegrad.events import Outcome
-from tracegrad.store.expressions import has_tags, newest_turn
+from tracegrad.store.expressions import has_tags, is_idle, is_left_open, newest_turn
 from tracegrad.store.models import Rollouts
+from tracegrad.store.types import InferredOpen
 
 # That are closed in one transaction: proxies wait for it.
 MOST_CLOSED = 1_000
-# That are looked at for `inferred_open`.
+# That are looked at to say how many there are, and how idle.
 MOST_LOOKED_AT = 1_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferredOpen:
-    """Rollouts with turns that nobody opened and that have no end, at most `MOST_LOOKED_AT`.
-    `idle_for_s`: of the one without a call for the longest time; below 0 where the proxy's clock is
-    ahead; None: there is none."""
-
-    rollouts: int
-    idle_for_s: float | None
-
-
-def is_idle(before: float) -> ColumnElement[bool]:
-    """Of `Rollouts`: nobody opened or ended it, and the newest of its turns, of which it has some,
-    is older than `before`."""
-    # A rollout is as old as the first of its turns, or older.
-    return and_(_is_left_open(), Rollouts.opened_at < before, newest_turn() < before)
 
 
 def idle_query(tags: Mapping[str, str], before: float, most: int) -> Select[str]:
     return select(Rollouts.rollout_id).where(is_idle(before), has_tags(tags)).limit(most)
+
+
+def count_idle(connection: Connection, tags: Mapping[str, str], before: float) -> int:
+    """At most `MOST_CLOSED`."""
+    some = idle_query(tags, before, MOST_CLOSED).subquery()
+    return connection.scalar(select(func.count()).select_from(some)) or 0
 
 
 def close_idle(
@@ -63,20 +52,16 @@ def close_idle(
     return sorted(connection.scalars(closing.returning(Rollouts.rollout_id)))
 
 
-def inferred_open(connection: Connection, tags: Mapping[str, str], now: float) -> InferredOpen:
+def inferred_open(
+    connection: Connection, tags: Mapping[str, str], now: float, *, since: float | None = None
+) -> InferredOpen:
+    """`since`: only those with a call since then."""
+    awake = true() if since is None else newest_turn() >= since
     some = (
         select(newest_turn().label("at"))
-        .where(_is_left_open(), has_tags(tags))
+        .where(is_left_open(), awake, has_tags(tags))
         .limit(MOST_LOOKED_AT)
         .subquery()
     )
     count, oldest = connection.execute(select(func.count(some.c.at), func.min(some.c.at))).one()
     return InferredOpen(rollouts=count, idle_for_s=None if oldest is None else now - oldest)
-
-
-def _is_left_open() -> ColumnElement[bool]:
-    return and_(
-        Rollouts.consumed_at.is_(None),
-        Rollouts.finished_at.is_(None),
-        Rollouts.opened.is_(False),
-    )

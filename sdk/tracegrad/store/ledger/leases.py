@@ -17,11 +17,11 @@ from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
     has_tags,
     has_turns,
+    is_idle,
     latest_reward,
     newest_reward,
     training_state,
 )
-from tracegrad.store.ledger.idle import is_idle
 from tracegrad.store.models import Leases, Rewards, Rollouts
 from tracegrad.store.read.training_samples import load_samples
 from tracegrad.store.rows import chunks, load, rows_of_keys

@@ -25,7 +25,13 @@ from tracegrad.store.ledger.fencing import (
     refuse_recorded_turns,
     refuse_step,
 )
-from tracegrad.store.ledger.idle import MOST_CLOSED, close_idle, idle_query
+from tracegrad.store.ledger.idle import (
+    MOST_CLOSED,
+    close_idle,
+    count_idle,
+    idle_query,
+    inferred_open,
+)
 from tracegrad.store.ledger.leases import (
     ReadyRollout,
     end_leases,
@@ -182,12 +188,9 @@ class Ledger:
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
             now = statements.server_time(connection)
+            idle_before = None if idle_s is None else now - idle_s
             ready = ready_rollouts(
-                connection,
-                tags or {},
-                now,
-                alone=group_size == 1,
-                idle_before=None if idle_s is None else now - idle_s,
+                connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
             )
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -202,6 +205,9 @@ class Ledger:
                 ),
                 more=len(formed[groups:]),
                 incomplete=incomplete_groups(connection, alone, tags or {}, now),
+                idle=0 if idle_before is None else count_idle(connection, tags or {}, idle_before),
+                idle_before=idle_before,
+                inferred_open=inferred_open(connection, tags or {}, now, since=idle_before),
             )
 
     def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:

@@ -28,11 +28,11 @@ from tracegrad.events import (
 )
 from tracegrad.store import Ledger, Store
 from tracegrad.store.errors import RolloutTaken
-from tracegrad.store.ledger import idle as idle_module
 from tracegrad.store.ledger import ledger as ledger_module
 from tracegrad.store.ledger.idle import idle_query
 from tracegrad.store.models import Rollouts
 from tracegrad.store.read.rollouts import turn_counts
+from tracegrad.store.types import InferredOpen
 
 IDLE_S = 60.0
 
@@ -132,9 +132,7 @@ def test_those_that_are_idle_are_found_in_an_index(store: Store) -> None:
 def test_how_many_are_open_and_for_how_long(
     store: Store, ledger: Ledger, fake_clock: FakeClock
 ) -> None:
-    assert ledger.readiness(group_size=1).inferred_open == idle_module.InferredOpen(
-        rollouts=0, idle_for_s=None
-    )
+    assert ledger.readiness(group_size=1).inferred_open == InferredOpen(rollouts=0, idle_for_s=None)
     store.append([*calls("a", 1, fake_clock.now - 12), *calls("b", 1, fake_clock.now - 3)])
     store.append(rollout_events("opened", outcome=None, at=fake_clock.now - 99))
     store.append([Reward(rollout_id="no-call", value=1.0)])
