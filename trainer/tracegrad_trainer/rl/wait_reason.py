@@ -17,6 +17,8 @@ from tracegrad.text_format import format_age, format_count, format_elapsed
 
 # What a run without `data.idle_s` is told to set.
 IDLE_FIX = "data.idle_s=60"
+# What differs by less is of no use to anybody.
+_CLOCKS_AGREE_S = 10.0
 # What is said of so many reasons; those that concern the most rollouts come first.
 _MOST = 3
 
@@ -151,11 +153,12 @@ def describe_inferred_open(found: InferredOpen, idle_s: float | None) -> str:
     who = f"{count} that nobody opened {'is' if found.rollouts == 1 else 'are'} open"
     if idle_s is None:
         return f"{who}, and nobody ends them: --set {IDLE_FIX} closes those without a call for 60 s"
-    if found.idle_for_s < 0:
+    if found.idle_for_s < -_CLOCKS_AGREE_S:
         ahead = format_elapsed(-found.idle_for_s)
         return f"{who}: their calls are dated {ahead} ahead of the store's clock (data.idle_s)"
     longest = "" if found.rollouts == 1 else "the first "
-    return f"{who}: {longest}idle for {found.idle_for_s:.0f} s of {idle_s:g} (data.idle_s)"
+    idle_for_s = max(0.0, found.idle_for_s)
+    return f"{who}: {longest}idle for {idle_for_s:.0f} s of {idle_s:g} (data.idle_s)"
 
 
 def _attempts(attempts: Mapping[int, int], wanted: int) -> str:
