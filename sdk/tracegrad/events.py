@@ -103,8 +103,8 @@ class RolloutFinished:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutInferred:
     """Nobody named the rollout of the turns beside it: the proxy found it by what their prompts
-    continue, or made it. `continues`: the rollout that its conversation began in, where training
-    had taken that one already."""
+    continue, or made it. `continues`: the rollout that its conversation goes on from, where
+    training had taken that one already."""
 
     rollout_id: str
     continues: str | None = None

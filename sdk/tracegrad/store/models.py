@@ -101,7 +101,7 @@ class Rollouts(Base):
     # Null before revision 0012. `idle_s`: nobody reported its end; it was closed because so many
     # seconds had passed without a call. Null again where one came.
     idle_s: Mapped[float | None]
-    # The rollout that its conversation began in. No foreign key: that one may be pruned.
+    # The rollout that its conversation goes on from. No foreign key: that one may be pruned.
     continues: Mapped[str | None]
 
     __table_args__ = (Index(None, "consumed_at", "finished_at"),)

@@ -47,7 +47,7 @@ class RolloutSummary:
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
     `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
     `consumed_step`). A rollout that `continues` another is one that nobody named, whose
-    conversation began in that one, which training had by then.
+    conversation goes on from that one, which training had by then.
     """
 
     rollout_id: str
@@ -66,7 +66,7 @@ class RolloutSummary:
     consumed_step: int | None
     # Nobody reported its end: it was closed after so many seconds without a call.
     idle_s: float | None = None
-    continues: str | None = None  # the rollout that its conversation began in
+    continues: str | None = None  # the rollout that its conversation goes on from
     opened: bool = True  # by somebody; False: calls belong to it, and nobody said more
     last_turn_at: float | None = None  # of one that has no end
 

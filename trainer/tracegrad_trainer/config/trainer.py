@@ -93,9 +93,9 @@ class DataSettings(BaseModel):
         None,
         gt=0,
         allow_inf_nan=False,
-        description="a rollout that nobody opened, made for calls without a name, ends as completed"
-        " after this time without a call; a later call opens it again, or goes on in another one"
-        " once it is leased; left out: such rollouts never end, and are not trained",
+        description="a rollout that nobody opened ends as completed after this time without a call;"
+        " a later call opens it again, or goes on in another rollout once it is leased; left out:"
+        " such rollouts never end, and are not trained",
     )
     lease_ttl_s: float = Field(
         1800,

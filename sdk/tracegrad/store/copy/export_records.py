@@ -59,7 +59,7 @@ class RolloutRecord:
     idle_s: float | None = (
         None  # it has no reported end: it was closed after so long without a call
     )
-    continues: str | None = None  # the rollout that its conversation began in
+    continues: str | None = None  # the rollout that its conversation goes on from
     outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start
