@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, null, select, true, update
+from sqlalchemy import Connection, Row, bindparam, null, select, true, update
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import (
@@ -60,10 +60,12 @@ _FINISHING = (
 # Held for the change that follows, and to wait for a lease that is being given.
 _IDLE_ENDS = (
     select(Rollouts.rollout_id, Rollouts.lease_id, Rollouts.consumed_at, Rollouts.idle_s)
-    .where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)), Rollouts.idle_s.is_not(None))
+    .where(Rollouts.idle_s.is_not(None))
     .order_by(Rollouts.rollout_id)
     .with_for_update(key_share=True)
 )
+_IDLE_END_OF = _IDLE_ENDS.where(Rollouts.rollout_id == bindparam("which"))
+_IDLE_ENDS_OF = _IDLE_ENDS.where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
 _REOPENING = (
     update(Rollouts)
     .where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
@@ -293,17 +295,27 @@ def _reopen(
     Raises RolloutTaken.
     """
     free: list[str] = []
-    for ids in chunks(sorted(rollout_ids)):
-        for name, lease_id, consumed_at, idle_s in connection.execute(_IDLE_ENDS, {"ids": ids}):
-            if lease_id is None and consumed_at is None:
-                free.append(name)
-            elif name in inferred:
-                raise RolloutTaken(
-                    f"rollout_id: {name} was closed after {idle_s:g} s without a call, and training"
-                    " has taken it; let the turn begin another rollout that continues it"
-                )
+    for name, lease_id, consumed_at, idle_s in _idle_ends(connection, rollout_ids):
+        if lease_id is None and consumed_at is None:
+            free.append(name)
+        elif name in inferred:
+            raise RolloutTaken(
+                f"rollout_id: {name} was closed after {idle_s:g} s without a call, and training"
+                " has taken it; let the turn begin another rollout that continues it"
+            )
     for ids in chunks(free):
         connection.execute(_REOPENING, {"ids": ids})
+
+
+def _idle_ends(
+    connection: Connection, rollout_ids: Collection[str]
+) -> Iterator[Row[str, str | None, float | None, float | None]]:
+    if len(rollout_ids) == 1:  # as of most calls; a list of ids costs several times as much
+        [only] = rollout_ids
+        yield from connection.execute(_IDLE_END_OF, {"which": only})
+        return
+    for ids in chunks(sorted(rollout_ids)):
+        yield from connection.execute(_IDLE_ENDS_OF, {"ids": ids})
 
 
 def tag_rows(event: RolloutStarted) -> list[ColumnValues]:
