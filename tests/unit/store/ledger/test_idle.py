@@ -143,6 +143,21 @@ def test_how_many_are_open_and_for_how_long(
     assert ledger.readiness(group_size=1, tags={"a": "b"}).inferred_open.rollouts == 0
 
 
+def test_calls_without_a_name_are_counted_after_they_were_closed(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    """Somebody opened a rollout, and its agent called past it."""
+    at = fake_clock.now - 100
+    store.append([RolloutStarted(rollout_id="past", opened_at=at - 1)])
+    made = f"{int(at * 1e3):012x}{'0' * 20}"  # as the proxy makes ids
+    store.append(calls(made, 2, at))
+    store.append([RolloutFinished(rollout_id="past", finished_at=at + 1)])
+    before = store.count_calls(["past"])
+    assert before[0].unnamed_calls == 2
+    assert ledger.close_idle(IDLE_S) == [made]
+    assert store.count_calls(["past"]) == before
+
+
 # A call that comes after that
 
 
