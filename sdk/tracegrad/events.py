@@ -100,6 +100,16 @@ class RolloutFinished:
     recorded_at: float | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInferred:
+    """Nobody named the rollout of the turns beside it: the proxy found it by what their prompts
+    continue, or made it. `continues`: the rollout that its conversation goes on from, where
+    training had taken that one already."""
+
+    rollout_id: str
+    continues: str | None = None
+
+
 # Rewards lie between -MAX_REWARD and MAX_REWARD: sums of them and of their squares stay finite.
 MAX_REWARD = 1e6
 REWARD_RANGE = "a finite number from -1,000,000 to 1,000,000"
@@ -204,4 +214,4 @@ class Turn:
         assert sum(count for _, count in self.policy_versions) == tokens, "spans cover all tokens"
 
 
-Event = RolloutStarted | RolloutFinished | Reward | Span | Turn
+Event = RolloutStarted | RolloutInferred | RolloutFinished | Reward | Span | Turn

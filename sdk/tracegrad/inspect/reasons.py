@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
-from tracegrad.store import RolloutDetail
+from tracegrad.store import RolloutDetail, RolloutSummary
 from tracegrad.store.types import LATE
+from tracegrad.text_format import format_age
 
 
 class ReasonText(NamedTuple):
@@ -46,6 +47,8 @@ _FORK_FIXES = {
     ForkReason.NO_TEXT: "Keep texts until their rollouts end (keep_text, tracegrad prune "
     "--text-only --older-than); a proxy that goes on running remembers them.",
     ForkReason.REMOVED: "Prune what is older (tracegrad prune --older-than), or finished.",
+    ForkReason.ROLLOUT_TAKEN: "Nothing is wrong. A longer data.idle_s makes fewer of them, and "
+    "rewards of the whole conversation.",
     ForkReason.MEDIA: "Such turns cannot be trained yet. Keep images, audio and video out of the "
     "conversations that training needs.",
     ForkReason.OWN_RENDERING: "Leave chat_template, continue_final_message, add_special_tokens, "
@@ -238,7 +241,9 @@ UNTRAINED_TEXTS = {
 # Why a turn was not trained so far.
 WAITING_TEXTS = {
     "open": ReasonText(
-        "Its rollout has not ended.", "End it; a rollout whose agent died stays open."
+        "Its rollout has not ended.",
+        "End it; a rollout whose agent died stays open. One that nobody opened is closed by a"
+        " trainer with data.idle_s.",
     ),
     "no_turns": ReasonText(
         "Its rollout ended without any recorded call: its reward is compared with nothing.",
@@ -291,6 +296,32 @@ def fork_text(reason: str) -> ReasonText:
 def untrained_text(reason: str) -> ReasonText:
     """Of a reason why a turn was not trained, for good or so far."""
     return UNTRAINED_TEXTS.get(reason) or WAITING_TEXTS.get(reason, _UNKNOWN)
+
+
+def describe_idle(row: RolloutSummary, trainer_idle_s: float | None = None) -> str | None:
+    """Of a rollout that nobody opened: `closed after 60 s without a call`, or `idle for 12 s of 60
+    (data.idle_s)`, as far as it is known what trainers wait for; None: somebody ends it, or did."""
+    if row.idle_s is not None:
+        return f"closed after {row.idle_s:g} s without a call"
+    if row.opened or row.last_turn_at is None:
+        return None
+    idle = f"idle for {format_age(row.last_turn_at)}"
+    return idle if trainer_idle_s is None else f"{idle} of {trainer_idle_s:g} s (data.idle_s)"
+
+
+def waiting_text(reason: str, detail: RolloutDetail) -> ReasonText:
+    """As `untrained_text`, in the words for this rollout."""
+    idle = describe_idle(detail.summary, detail.trainer_idle_s)
+    if reason != "open" or idle is None:
+        return untrained_text(reason)
+    fix = "A call puts that off." if detail.trainer_idle_s is not None else _IDLE_FIX
+    return ReasonText(f"Nobody opened its rollout, and nobody has ended it: {idle}.", fix)
+
+
+_IDLE_FIX = (
+    "Let the trainer close such rollouts after a time without a call: --set data.idle_s=60. Or open"
+    " it, and end it (docs/rollouts.md)."
+)
 
 
 class UntrainedReason(NamedTuple):

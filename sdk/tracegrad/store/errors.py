@@ -47,6 +47,11 @@ class ParentMissing(EventRejected):
     """The turn that a turn continues is not stored: it never was, or was removed since."""
 
 
+class RolloutTaken(EventRejected):
+    """The rollout that a turn was inferred to belong to was closed when it was idle, and training
+    has it, or had it: the turn belongs into another one."""
+
+
 class UnknownRollout(StoreError, LookupError):
     """No rollout has this id or begins with it."""
 

@@ -42,6 +42,34 @@ def has_turns() -> ColumnElement[bool]:
     return exists().where(Turns.rollout_id == Rollouts.rollout_id).correlate(Rollouts)
 
 
+def newest_turn() -> ColumnElement[float | None]:
+    """When the turn was made that was stored last; NULL: there is none."""
+    return (
+        select(Turns.created_at)
+        .where(Turns.rollout_id == Rollouts.rollout_id)
+        .order_by(Turns.seq.desc())
+        .limit(1)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+
+
+def is_left_open() -> ColumnElement[bool]:
+    """Of `Rollouts`: nobody opened it, and it has no end."""
+    return and_(
+        Rollouts.consumed_at.is_(None),
+        Rollouts.finished_at.is_(None),
+        Rollouts.opened.is_(False),
+    )
+
+
+def is_idle(before: float) -> ColumnElement[bool]:
+    """Of `Rollouts`: nobody opened or ended it, and the newest of its turns, of which it has some,
+    is older than `before`."""
+    # A rollout is as old as the first of its turns, or older.
+    return and_(is_left_open(), Rollouts.opened_at < before, newest_turn() < before)
+
+
 def latest_reward() -> ColumnElement[float | None]:
     """The rollout's reward, or NULL: the one that arrived last, unless that took it back.
 
@@ -89,17 +117,25 @@ def _without_main_reward() -> ColumnElement[str]:
 
 
 def training_state(
-    tags: Mapping[str, str], now: float, *, compared: bool = True
+    tags: Mapping[str, str],
+    now: float,
+    *,
+    compared: bool = True,
+    idle_before: float | None = None,
 ) -> ColumnElement[str]:
     """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
 
     `compared`: training compares rollouts of a task, as by default, so that those without one are
-    `no_task`; else they are `waiting`.
+    `no_task`; else they are `waiting`. `idle_before`: as if those that are idle since then were
+    closed.
     """
+    is_open: ColumnElement[bool] = Rollouts.finished_at.is_(None)
+    if idle_before is not None:
+        is_open = and_(is_open, not_(is_idle(idle_before)))
     states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
         (~has_tags(tags), literal("not_selected")),
-        (Rollouts.finished_at.is_(None), literal("open")),
+        (is_open, literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
         (~has_turns(), literal("no_turns")),
         (latest_reward().is_(None), _without_main_reward()),

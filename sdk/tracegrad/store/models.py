@@ -28,7 +28,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0011"
+REVISION = "0012"
 
 
 class Text(TypeDecorator[str]):
@@ -98,13 +98,19 @@ class Rollouts(Base):
     leased_until: Mapped[float | None]
     consumed_at: Mapped[float | None]
     consumed_step: Mapped[int | None] = mapped_column(ForeignKey("steps.step"))
+    # Null before revision 0012. `idle_s`: nobody reported its end; it was closed because so many
+    # seconds had passed without a call. Null again where one came.
+    idle_s: Mapped[float | None]
+    # The rollout that its conversation goes on from. No foreign key: that one may be pruned.
+    continues: Mapped[str | None]
 
     __table_args__ = (Index(None, "consumed_at", "finished_at"),)
 
 
 class Outcomes(Base):
     """Every reported end of a rollout, at the time that was given for it. The first one counts,
-    and is in `rollouts` with the time of its arrival."""
+    and is in `rollouts` with the time of its arrival. An end that was inferred (`Rollouts.idle_s`)
+    is not here: nobody reported it."""
 
     __tablename__ = "outcomes"
 

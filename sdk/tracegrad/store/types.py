@@ -46,7 +46,8 @@ class RolloutSummary:
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
     `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
-    `consumed_step`).
+    `consumed_step`). A rollout that `continues` another is one that nobody named, whose
+    conversation goes on from that one, which training had by then.
     """
 
     rollout_id: str
@@ -63,6 +64,11 @@ class RolloutSummary:
     trained_turns: int
     state: str
     consumed_step: int | None
+    # Nobody reported its end: it was closed after so many seconds without a call.
+    idle_s: float | None = None
+    continues: str | None = None  # the rollout that its conversation goes on from
+    opened: bool = True  # by somebody; False: calls belong to it, and nobody said more
+    last_turn_at: float | None = None  # of one that has no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +93,7 @@ class RolloutDetail:
     # Whether training took its rewards; those that arrived later, by id, changed nothing.
     rewards_taken: bool = False
     late_rewards: frozenset[str] = frozenset()
+    trainer_idle_s: float | None = None  # `data.idle_s` as the last step was made with
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""
@@ -207,6 +214,19 @@ class LeasePreview:
     groups: list[Group]
     more: int
     incomplete: list[IncompleteGroup]
+    idle: int  # rollouts that would be closed before, `MOST_CLOSED` at most
+    idle_before: float | None  # those without a call since then; None: none would be
+    inferred_open: InferredOpen  # the others that nobody opened
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferredOpen:
+    """Rollouts with turns that nobody opened and that have no end, at most
+    `ledger.idle.MOST_LOOKED_AT`. `idle_for_s`: of the one without a call for the longest time;
+    below 0 where the proxy's clock is ahead; None: there is none."""
+
+    rollouts: int
+    idle_for_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,6 +64,8 @@ def _rollout(value: object) -> RolloutRecord:
     read = validate(value, RolloutObject)
     if (read.outcome is None) != (read.finished_at is None):
         raise InvalidObject("finished_at", "it goes with outcome; write both or neither")
+    if read.idle_s is not None and read.finished_at is None:
+        raise InvalidObject("idle_s", "it says how an end was found; write finished_at, or neither")
     of: dict[str, Any] = {"rollout_id": read.rollout_id}
     turns = _Turns(read.rollout_id)
     for index, turn in enumerate(read.turns or ()):

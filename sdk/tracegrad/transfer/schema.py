@@ -18,7 +18,10 @@ from tracegrad.events import MAX_REWARD, REWARD_RANGE, Json, Outcome
 FORMAT = 1
 # Written only where there is a value: older readers refuse fields that they do not know.
 OMITTED_IF_NONE = frozenset(
-    {"label", "given_at", "comment", "state_key", "observation", "routed_experts"}
+    {
+        *("label", "given_at", "comment", "state_key", "observation", "routed_experts"),
+        *("idle_s", "continues"),
+    }
 )
 
 _MAX_INTEGER = 2**63 - 1
@@ -121,6 +124,8 @@ class RolloutObject(_Line, kw_only=True):
     finished_at: Number | None = None
     consumed_at: Number | None = None
     consumed_step: Integer | None = None
+    idle_s: Number | None = None
+    continues: str | None = None
     outcomes: list[OutcomeObject] | None = None
     rewards: list[RewardObject] | None = None
     spans: list[SpanObject] | None = None

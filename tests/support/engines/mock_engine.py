@@ -100,6 +100,7 @@ class MockEngine:
         }
     )
     tell_ids: bool = True  # False: an engine that knows nothing of token ids
+    takes_ids: bool = False  # reads prompts that are given as tokens, in place of their messages
     routes: Callable[[Sequence[int]], NDArray[Any]] | None = None  # [n, layers, k] of tokens read
     _gates: dict[int, threading.Event] = field(default_factory=dict)
 
@@ -218,8 +219,14 @@ class MockEngine:
             await asyncio.sleep(0.002)
         return JSONResponse(self._answer(body, says))
 
+    def _prompt(self, body: Json) -> list[int]:
+        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+        if self.takes_ids and given is not None:
+            return list(given)
+        return render(body["messages"], body.get("tools"))
+
     def _answer(self, body: Json, says: Sequence[Answer]) -> Json:
-        prompt = render(body["messages"], body.get("tools"))
+        prompt = self._prompt(body)
         return {
             "id": _answer_id(body),
             "object": "chat.completion",
@@ -267,7 +274,7 @@ class MockEngine:
             "finish_reason": say.finish_reason,
             "stop_reason": None,
             "token_ids": ids if self._tells_ids(body) else None,
-            "routed_experts": self._routed(body, render(body["messages"], body.get("tools")), ids),
+            "routed_experts": self._routed(body, self._prompt(body), ids),
         }
 
     async def _stream(self, body: Json, says: Sequence[Answer]) -> AsyncIterator[str]:
@@ -286,7 +293,7 @@ class MockEngine:
         yield "data: [DONE]\n\n"
 
     async def _chunks(self, body: Json, says: Sequence[Answer], head: Json) -> AsyncIterator[Json]:
-        prompt = render(body["messages"], body.get("tools"))
+        prompt = self._prompt(body)
         for index in range(len(says)):
             opening = {"role": "assistant", "content": ""}
             choice = {"index": index, "delta": opening, "logprobs": None, "finish_reason": None}

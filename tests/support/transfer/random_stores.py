@@ -15,6 +15,7 @@ from tracegrad.events import (
     Outcome,
     Reward,
     RolloutFinished,
+    RolloutInferred,
     RolloutStarted,
     Span,
     Turn,
@@ -60,6 +61,7 @@ def fill(store: Store, seed: int, rollouts: int = 8) -> None:
     copies = [make.rollout(f"{seed:04x}-{number:04x}") for number in range(rollouts)]
     for facts in copies:
         store.append(facts)
+    Ledger(store).close_idle(1.0)  # of those that nobody opened or ended, some
     make.history(store, copies)
     store.append([make.span(None) for _ in range(3)])
 
@@ -96,6 +98,9 @@ class _Maker:
                     opened_at=self._time(),
                 )
             )
+        else:
+            before = self._maybe(f"{rollout_id}-before")
+            facts.append(RolloutInferred(rollout_id=rollout_id, continues=before))
         turns = self._turns(rollout_id, self._chance.randrange(5))
         facts += turns
         facts += [self._reward(rollout_id) for _ in range(self._chance.randrange(4))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.console import Console, RenderableType
@@ -17,6 +17,7 @@ from tracegrad.store.read.task_titles import short_task_ids
 from tracegrad.text_format import format_age, format_count, shorten_apart
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
+from tracegrad_trainer.rl.wait_reason import describe_inferred_open
 from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
 
 WOULD_TRAIN, NOTHING, BAD_USAGE = 0, 3, 2
@@ -46,6 +47,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
+    parts += [Text(line, style="dim") for line in _inferred(plan)]
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:
@@ -84,6 +86,15 @@ def _headline(plan: StepPlan) -> Text:
         f" {targets} of them trained{more}",
         style="not bold",
     )
+
+
+def _inferred(plan: StepPlan) -> Iterator[str]:
+    """Of rollouts that nobody opened: which would be closed now, and which stay open."""
+    if plan.idle:
+        closed = format_count(plan.idle, "rollout")
+        yield f"{closed} would be closed after {plan.idle_s:g} s without a call (data.idle_s)"
+    if left := describe_inferred_open(plan.inferred_open, plan.idle_s):
+        yield left
 
 
 def _share(plan: StepPlan) -> str:

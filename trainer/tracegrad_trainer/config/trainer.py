@@ -89,6 +89,14 @@ class DataSettings(BaseModel):
     incomplete_after_s: float = Field(
         120, gt=0, description="a group that nobody completes is taken smaller after this time"
     )
+    idle_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="a rollout that nobody opened ends as completed after this time without a call;"
+        " a later call opens it again, or goes on in another rollout once it is leased; left out:"
+        " such rollouts never end, and are not trained",
+    )
     lease_ttl_s: float = Field(
         1800,
         gt=0,

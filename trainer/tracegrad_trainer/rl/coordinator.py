@@ -40,6 +40,7 @@ from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
 from tracegrad_trainer.rl.crash_reward import CrashReward
+from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
 from tracegrad_trainer.rl.step_inputs import StepInputs
@@ -111,6 +112,8 @@ class Coordinator:
         crashed = settings.rewards.agent_error
         tags = settings.data.tags
         self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags)
+        idle_s = settings.data.idle_s
+        self.idle_rollouts = None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags)
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
@@ -185,6 +188,11 @@ class Coordinator:
         # Where no more are to come, and where some are held already, fewer will do.
         some = bool(self._held) or not self.supply.is_open
         patience_s = data.incomplete_after_s if self.supply.is_open else 0.0
+        if self.idle_rollouts is not None:
+            if self.supply.is_open:
+                self.idle_rollouts.close_some()
+            else:
+                self.idle_rollouts.close_all()
         if self.crash_reward is not None:
             self.crash_reward.apply(patience_s)
         groups = self.ledger.lease(

@@ -16,6 +16,7 @@ import numpy as np
 
 from tracegrad.store import Group, IncompleteGroup, Ledger, Store
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
+from tracegrad.store.types import InferredOpen
 from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
@@ -75,6 +76,9 @@ class StepPlan:
     stats: dict[str, float]
     share: float  # of a whole step that it would count for
     waiting: list[IncompleteGroup]
+    idle: int  # rollouts that the step would close before (`data.idle_s`), a thousand at most
+    idle_s: float | None
+    inferred_open: InferredOpen  # the others that nobody opened
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
     compares_states: bool  # whether turns are compared with those of equal environment state
@@ -96,6 +100,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         tags=data.tags,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
         expert_routing=routing is not None,
+        idle_s=data.idle_s,
     )
     failed = store.failed_versions()
 
@@ -138,7 +143,12 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         stats=selection.stats,
         share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
-        pending=store.turn_counts(data.tags, compared=batches.group_size > 1).pending,
+        idle=peek.idle,
+        idle_s=data.idle_s,
+        inferred_open=peek.inferred_open,
+        pending=store.turn_counts(
+            data.tags, compared=batches.group_size > 1, idle_before=peek.idle_before
+        ).pending,
         note=note,
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},

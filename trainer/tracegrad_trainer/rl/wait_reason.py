@@ -10,9 +10,15 @@ from dataclasses import dataclass
 
 from tracegrad.events import Json
 from tracegrad.store import Ledger, Store
+from tracegrad.store.ledger.idle import MOST_LOOKED_AT
 from tracegrad.store.ledger.readiness import BatchReadiness
+from tracegrad.store.types import InferredOpen
 from tracegrad.text_format import format_age, format_count, format_elapsed
 
+# What a run without `data.idle_s` is told to set.
+IDLE_FIX = "data.idle_s=60"
+# What differs by less is of no use to anybody.
+_CLOCKS_AGREE_S = 10.0
 # What is said of so many reasons; those that concern the most rollouts come first.
 _MOST = 3
 
@@ -27,6 +33,7 @@ class BatchNeeds:
     incomplete_after_s: float
     refills: bool
     url: str | None  # the proxy's
+    idle_s: float | None = None
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
@@ -40,6 +47,7 @@ class BatchNeeds:
             incomplete_after_s=data["incomplete_after_s"],
             refills=resolved["objective"].get("preset") == "dapo" if refill is None else refill,
             url=url,
+            idle_s=data.get("idle_s"),
         )
 
 
@@ -97,6 +105,7 @@ def _parts(
             _attempts(found.attempts, needs.group_size) + _smaller(found.smaller_in_s),
         ),
         *_leases(found.leased, run_id),
+        *_open(found, needs.idle_s),
     ]
     parts += [
         (name, count, words(format_count(count, "rollout")))
@@ -115,11 +124,41 @@ def _parts(
 
 
 _STATES: Mapping[str, Callable[[str], str]] = {
-    "open": lambda n: f"{n} not finished",
     "no_reward": lambda n: f"{n} ended without a reward",
     "named_reward": lambda n: f'{n} with other rewards than the main one, named "reward"',
     "no_turns": lambda n: f"{n} ended without a recorded call",
 }
+
+
+def _open(found: BatchReadiness, idle_s: float | None) -> list[tuple[str, int, str]]:
+    """Those that somebody is to end, and those that nobody will."""
+    inferred = found.inferred_open
+    is_cut = inferred.rollouts == MOST_LOOKED_AT
+    nobodys = found.unopened if is_cut else inferred.rollouts
+    others = found.states.get("open", 0) - nobodys
+    return [
+        ("open", others, f"{format_count(others, 'rollout')} not finished"),
+        ("idle_open", nobodys, describe_inferred_open(inferred, idle_s)),
+    ]
+
+
+def describe_inferred_open(found: InferredOpen, idle_s: float | None) -> str:
+    """`3 rollouts that nobody opened are open: idle for 12 s of 60 (data.idle_s)`; "" where there
+    are none."""
+    if found.idle_for_s is None:
+        return ""
+    count = format_count(found.rollouts, "rollout")
+    if found.rollouts == MOST_LOOKED_AT:
+        count = f"{count} or more"
+    who = f"{count} that nobody opened {'is' if found.rollouts == 1 else 'are'} open"
+    if idle_s is None:
+        return f"{who}, and nobody ends them: --set {IDLE_FIX} closes those without a call for 60 s"
+    if found.idle_for_s < -_CLOCKS_AGREE_S:
+        ahead = format_elapsed(-found.idle_for_s)
+        return f"{who}: their calls are dated {ahead} ahead of the store's clock (data.idle_s)"
+    longest = "" if found.rollouts == 1 else "the first "
+    idle_for_s = max(0.0, found.idle_for_s)
+    return f"{who}: {longest}idle for {idle_for_s:.0f} s of {idle_s:g} (data.idle_s)"
 
 
 def _attempts(attempts: Mapping[int, int], wanted: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.text import Text
@@ -25,9 +26,11 @@ from tracegrad.inspect.forks import (
 from tracegrad.inspect.reasons import (
     ReasonText,
     UntrainedReason,
+    describe_idle,
     fork_text,
     untrained_reason,
     untrained_text,
+    waiting_text,
 )
 from tracegrad.inspect.transcript import Message, Transcript
 from tracegrad.store import RolloutDetail
@@ -71,13 +74,19 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
         "rollout_id": detail.summary.rollout_id,
         "forks": [_with_text(asdict(fork), fork_text, fork.reason) for fork in found],
         "not_trained": [
-            _with_text({"reason": reason, "final": final, "turns": turns}, untrained_text, reason)
+            _with_text(
+                {"reason": reason, "final": final, "turns": turns},
+                partial(waiting_text, detail=detail),
+                reason,
+            )
             | _asked_json(asked_settings(reason, [detail.turns[index] for index in turns]))
             for (reason, final), turns in _by_reason(detail).items()
         ]
         or _no_turns_json(detail),
         "tokens": asdict(token_totals(transcript, found)),
         "unnamed_calls": detail.unnamed_calls,
+        "idle": describe_idle(detail.summary, detail.trainer_idle_s),
+        "continues": detail.summary.continues,
     }
 
 
@@ -292,11 +301,14 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     step = f" in step {detail.summary.consumed_step}" if trained else ""
     line = Text(f"{trained:,} of {format_count(len(detail.turns), 'turn')} trained{step}")
     yield from indented(line, margin=_MARGIN, width=width)
+    for known in (_closed(detail), _continued(detail)):
+        if known:
+            yield from indented(Text(known), margin=_MARGIN, width=width)
     if late := sum(map(detail.came_late, detail.rewards)):
         came = f"{format_count(late, 'reward')} came when training had taken the others: not used"
         yield from indented(Text(came, style="yellow"), margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
-        words = untrained_text(reason)
+        words = waiting_text(reason, detail)
         which = f"  {format_count(len(turns), 'turn')}: {format_ranges(turns)}"
         label = Text.assemble((one_line(reason), "yellow" if final else "bold"), (which, "dim"))
         yield from indented(label, margin=_MARGIN, width=width)
@@ -305,6 +317,17 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         if reason == "named_reward":
             given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
             yield from indented(given, margin=_MARGIN + 2, width=width)
+
+
+def _closed(detail: RolloutDetail) -> str | None:
+    return describe_idle(detail.summary) if detail.summary.idle_s is not None else None
+
+
+def _continued(detail: RolloutDetail) -> str | None:
+    before = detail.summary.continues
+    if before is None:
+        return None
+    return f"it goes on from rollout {one_line(before)}, which training had taken"
 
 
 def _rewards_given(detail: RolloutDetail) -> str:

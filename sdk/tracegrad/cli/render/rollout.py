@@ -19,7 +19,12 @@ from tracegrad.cli.render.format import (
 from tracegrad.cli.render.rollout_list import outcome_text, task_text
 from tracegrad.cli.render.spans import render_spans
 from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
-from tracegrad.inspect.reasons import rollout_reason, untrained_reason, untrained_text
+from tracegrad.inspect.reasons import (
+    describe_idle,
+    rollout_reason,
+    untrained_reason,
+    untrained_text,
+)
 from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
 from tracegrad.jsonutil import text_or_json
@@ -95,6 +100,8 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     if row.tags:
         yield "tags", Text(tag_text(row.tags))
     yield "outcome", _outcome(detail)
+    if row.continues:
+        yield "continues", Text(one_line(row.continues), style="cyan")
     if row.error:
         yield "error", Text(printable(row.error), style="red")
     yield from _rewards(detail)
@@ -104,11 +111,13 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
 
 def _outcome(detail: RolloutDetail) -> Text:
     row = detail.summary
-    text = outcome_text(row)
+    text, idle = outcome_text(row), describe_idle(row, detail.trainer_idle_s)
     if row.outcome is None or row.finished_at is None:
-        return Text.assemble(text, f" since {format_time(row.opened_at)}")
+        open_ = Text.assemble(text, f" since {format_time(row.opened_at)}")
+        return open_.append(f", {idle}") if idle else open_
     took = format_duration(max(0.0, row.finished_at - row.opened_at))
-    return Text.assemble(text, f" in {took}, opened {format_time(row.opened_at)}")
+    line = Text.assemble(text, f" in {took}, opened {format_time(row.opened_at)}")
+    return line.append(f", {idle}") if idle else line
 
 
 def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:

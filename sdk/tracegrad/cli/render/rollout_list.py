@@ -51,6 +51,8 @@ def _columns(
         ),
         TableColumn("training", lambda row: Text(training_text(row))),
     ]
+    if any(_idle(row) for row in rows):
+        columns.append(TableColumn("idle", lambda row: Text(_idle(row), style="dim"), drop_order=3))
     # What is the same in every row is left out.
     if len({row.agent for row in rows}) > 1:
         columns.append(
@@ -129,6 +131,15 @@ def task_text(task_id: str | None, asked: str | None) -> Text:
 
 def _reward(row: RolloutSummary) -> Text:
     return Text("" if row.reward is None else format_number(row.reward))
+
+
+def _idle(row: RolloutSummary) -> str:
+    """Of those that nobody opened: `12s` since the last call, or `60s, closed`."""
+    if row.idle_s is not None:
+        return f"{row.idle_s:g}s, closed"
+    if row.opened or row.last_turn_at is None:
+        return ""
+    return format_age(row.last_turn_at, compact=True)
 
 
 def outcome_text(row: RolloutSummary) -> Text:

@@ -28,12 +28,14 @@ _traceparent = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CallOwner:
-    """`rollout_id` is None for a call without a name, `state_key` for one without a state."""
+    """`rollout_id` is None for a call without a name, `state_key` for one without a state.
+    `is_named`: the call names the rollout itself; else it is known by what the call belongs to."""
 
     rollout_id: str | None
     trace_id: str | None = None
     parent_span_id: str | None = None
     state_key: str | None = None  # of the environment that the call is made in
+    is_named: bool = False
 
 
 def attribute_call(
@@ -62,7 +64,7 @@ def attribute_call(
                     "digits and . _ : @ -",
                     param=where,
                 )
-            return CallOwner(rollout_id, trace_id, span_id, state)
+            return CallOwner(rollout_id, trace_id, span_id, state, is_named=True)
     known = traces.rollout_of(trace_id) if trace_id is not None else None
     return CallOwner(known, trace_id, span_id, state)
 

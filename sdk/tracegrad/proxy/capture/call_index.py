@@ -35,6 +35,7 @@ class CallIndex:
             others.subscribe("span", self._add_span)
             others.subscribe("span's turn", self._add_turn)
             others.subscribe("answer", self._add_answer)
+            others.subscribe("answer moved", self._move_answer)
             others.subscribe("rollout called", self._add_called)
         # By trace and span: the span around it, and whether a call was made inside it.
         self._outer: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
@@ -112,6 +113,20 @@ class CallIndex:
             known = answer_id if isinstance(answer_id, str) and answer_id else None
             self._add_answer(turn.turn_id, turn.rollout_id, known, inferred)
             self._tell("answer", turn.turn_id, turn.rollout_id, known, inferred)
+
+    def turns_moved(self, turns: Sequence[Turn]) -> None:
+        """Of `turns_answered`: they belong to another rollout, which nobody named either."""
+        for turn in turns:
+            answer_id = (turn.response or {}).get("id")
+            known = answer_id if isinstance(answer_id, str) and answer_id else None
+            self._move_answer(turn.turn_id, turn.rollout_id, known)
+            self._tell("answer moved", turn.turn_id, turn.rollout_id, known)
+
+    def _move_answer(self, turn_id: str, rollout_id: str, answer_id: str | None) -> None:
+        if answer_id is not None and self._answers.get(answer_id) != _SEVERAL:
+            self._answers[answer_id] = rollout_id
+        self._answers[turn_id] = rollout_id
+        self._inferred[rollout_id] = True
 
     def _add_answer(
         self, turn_id: str, rollout_id: str, answer_id: str | None, inferred: bool

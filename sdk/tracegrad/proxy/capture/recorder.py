@@ -11,7 +11,7 @@ from typing import Protocol
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
-from tracegrad.events import REFUSED, Event, Json, Turn, new_id
+from tracegrad.events import REFUSED, Event, Json, RolloutInferred, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
@@ -26,7 +26,13 @@ from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cach
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import run_in_thread, wait_committed
 from tracegrad.store import Submission, WriterLoad
-from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
+from tracegrad.store.errors import (
+    EventRejected,
+    ParentMissing,
+    RolloutTaken,
+    StoreError,
+    StoreUnavailable,
+)
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -82,13 +88,18 @@ class Recorder:
             places = await self._places(plan, replies)
             turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
             self.call_index.turns_answered(turns, inferred=owner.rollout_id is None)
+            inferred = None
+            if not owner.is_named:
+                inferred = RolloutInferred(rollout_id=turns[0].rollout_id)
             try:
-                found = await self._committed(turns, plan)
+                found = await self._committed(turns, plan, inferred)
             except ParentMissing:
                 # The rollout was pruned under our hands.
                 self._continuation.forget(turns[0].rollout_id)
-                turns = [_root(turn) for turn in turns]
-                found = await self._committed(turns, plan)
+                turns = [_root(turn, ForkReason.REMOVED) for turn in turns]
+                found = await self._committed(turns, plan, inferred)
+            except RolloutTaken:
+                turns, found = await self._committed_elsewhere(turns, plan)
         except StoreUnavailable as error:
             raise self.store_unavailable(error) from error
         except StoreError as error:
@@ -99,8 +110,25 @@ class Recorder:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
 
-    async def _committed(self, turns: Sequence[Turn], plan: ContinuationPlan) -> list[CachedTurn]:
-        committed = await self._submitted(turns)
+    async def _committed_elsewhere(
+        self, turns: Sequence[Turn], plan: ContinuationPlan
+    ) -> tuple[list[Turn], list[CachedTurn]]:
+        """Nobody named their rollout, and training took it while their client paused: they begin
+        another one, with the very tokens that they were sampled after."""
+        taken, rollout_id = turns[0].rollout_id, new_id()
+        moved = [
+            replace(_root(turn, ForkReason.ROLLOUT_TAKEN), rollout_id=rollout_id) for turn in turns
+        ]
+        self.call_index.turns_moved(moved)
+        begun = RolloutInferred(rollout_id=rollout_id, continues=taken)
+        found = await self._committed(moved, plan, begun)
+        before = {turn.turn_id: (taken, turn.parent_id) for turn in turns if turn.parent_id}
+        return moved, [turn._replace(before=before.get(turn.turn.turn_id)) for turn in found]
+
+    async def _committed(
+        self, turns: Sequence[Turn], plan: ContinuationPlan, inferred: RolloutInferred | None
+    ) -> list[CachedTurn]:
+        committed = await self._submitted(turns if inferred is None else [inferred, *turns])
         found = _known(turns, plan)  # while the disk works
         await self._settled(committed)
         return found
@@ -239,8 +267,10 @@ def _is_as_it_was(turn: Turn) -> bool:
     return turn.response is not None and REDACTED not in dump_json(turn.response)
 
 
-def _root(turn: Turn) -> Turn:
-    return replace(turn, parent_id=None, fork_reason=ForkReason.REMOVED.value)
+def _root(turn: Turn, reason: ForkReason) -> Turn:
+    """The turn without the one that it continues; a reason that it had says more."""
+    known = turn.fork_reason if reason is ForkReason.ROLLOUT_TAKEN else None
+    return replace(turn, parent_id=None, fork_reason=known or reason.value)
 
 
 def _known(turns: Sequence[Turn], plan: ContinuationPlan) -> list[CachedTurn]:

@@ -76,6 +76,13 @@ class ForkReason(StrEnum):
         "The turn that it continues was removed from the store meanwhile.",
     )
 
+    # What training has.
+    ROLLOUT_TAKEN = (
+        "rollout_taken",
+        "Its conversation's rollout was closed after a time without a call, and training had taken "
+        "it when this call came: the conversation goes on in this one, with the same tokens.",
+    )
+
     # What no continuation can be made of.
     MEDIA = (
         "media",

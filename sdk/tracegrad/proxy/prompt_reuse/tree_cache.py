@@ -57,6 +57,8 @@ class CachedTurn(NamedTuple):
     created_at: float
     has_text: bool = True  # whether its request is known
     refused: HashedConversation | None = None
+    # Rollout and turn that it continues elsewhere: training had taken that rollout already.
+    before: tuple[str, str] | None = None
 
     @property
     def prompt_token_ids(self) -> array[int]:
@@ -213,12 +215,17 @@ class TurnTreeCache:
         return None
 
     def path(self, turn: CachedTurn) -> list[CachedTurn]:
-        """From its root, as far as it is here, to the turn."""
-        tree = self._trees[turn.rollout_id].turns
+        """From its root, as far as it is here, to the turn. A conversation that went on in another
+        rollout begins in the first."""
         path = [turn]
-        while (parent := path[-1].parent_id) is not None and parent in tree:
-            path.append(tree[parent])
+        while (parent := self._parent(path[-1])) is not None:
+            path.append(parent)
         return path[::-1]
+
+    def _parent(self, turn: CachedTurn) -> CachedTurn | None:
+        rollout_id, parent_id = turn.before or (turn.rollout_id, turn.parent_id)
+        tree = self._trees.get(rollout_id)
+        return None if tree is None or parent_id is None else tree.turns.get(parent_id)
 
     def add(self, turn: CachedTurn) -> None:
         """A turn that the store has committed."""
@@ -334,6 +341,7 @@ def _packed(turn: CachedTurn) -> tuple[Any, ...]:
         turn.created_at,
         turn.has_text,
         None if turn.refused is None else turn.refused.as_values(),
+        turn.before,
     )
 
 
@@ -346,6 +354,7 @@ def _unpacked(
     created_at: float,
     has_text: bool,
     refused: ConversationValues | None,
+    before: tuple[str, str] | None,
 ) -> CachedTurn:
     turn_id, prompt, completion, reply = tokens
     recorded = RecordedTurn(turn_id, _ids(prompt), _ids(completion), reply, *end)
@@ -353,7 +362,16 @@ def _unpacked(
         None if each is None else HashedConversation.of_values(each) for each in (said, refused)
     ]
     answered, unanswered = conversations
-    return CachedTurn(rollout_id, parent_id, recorded, answered, created_at, has_text, unanswered)
+    return CachedTurn(
+        rollout_id=rollout_id,
+        parent_id=parent_id,
+        turn=recorded,
+        conversation=answered,
+        created_at=created_at,
+        has_text=has_text,
+        refused=unanswered,
+        before=None if before is None else (before[0], before[1]),
+    )
 
 
 def _ids(data: bytes) -> array[int]:

@@ -56,6 +56,10 @@ class RolloutRecord:
     finished_at: float | None = None
     consumed_at: float | None = None
     consumed_step: int | None = None
+    idle_s: float | None = (
+        None  # it has no reported end: it was closed after so long without a call
+    )
+    continues: str | None = None  # the rollout that its conversation goes on from
     outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start

@@ -173,6 +173,8 @@ def _copy_rollout_columns(connection: Connection, copies: Sequence[RolloutRecord
                 "finished_at": copy.finished_at,
                 "consumed_at": copy.consumed_at,
                 "consumed_step": copy.consumed_step,
+                "idle_s": copy.idle_s,
+                "continues": copy.continues,
             }
             for copy in copies
         ],

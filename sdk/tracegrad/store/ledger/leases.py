@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, exists, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
 from tracegrad.events import Outcome
 from tracegrad.store.expressions import (
@@ -17,6 +17,7 @@ from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
     has_tags,
     has_turns,
+    is_idle,
     latest_reward,
     newest_reward,
     training_state,
@@ -40,33 +41,56 @@ class ReadyRollout:
 
 
 def ready_rollouts(
-    connection: Connection, tags: Mapping[str, str], now: float, *, alone: bool
+    connection: Connection,
+    tags: Mapping[str, str],
+    now: float,
+    *,
+    alone: bool,
+    idle_before: float | None = None,
 ) -> list[ReadyRollout]:
-    """The oldest first; rollouts without a task only if they may be a group `alone`."""
+    """The oldest first; rollouts without a task only if they may be a group `alone`.
+
+    `idle_before`: with those that are idle since then, as if they were closed `now`."""
     reward = latest_reward()
+    ended = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.in_(SCORED_OUTCOMES))
+    ended_at: ColumnElement[float | None] = Rollouts.finished_at.expression
+    if idle_before is not None:
+        ended = or_(ended, is_idle(idle_before))
+        ended_at = func.coalesce(Rollouts.finished_at, now)
     query = (
         select(
             Rollouts.rollout_id,
             Rollouts.task_id,
-            Rollouts.finished_at,
+            ended_at.label("finished_at"),
             # In one statement: PostgreSQL shows the next one what was committed meanwhile.
             reward.label("reward"),
             newest_reward().label("newest_reward"),
         )
         .where(
             Rollouts.consumed_at.is_(None),
-            Rollouts.finished_at.is_not(None),
-            Rollouts.outcome.in_(SCORED_OUTCOMES),
+            ended,
             or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
             reward.is_not(None),
             has_turns(),
             has_tags(tags),
         )
-        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
+        .order_by(ended_at, Rollouts.rollout_id)
     )
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
     return load(connection, ReadyRollout, query)
+
+
+def reopened_rollouts(connection: Connection, groups: Sequence[Sequence[ReadyRollout]]) -> set[str]:
+    """Those of them that have no end any more: a call came after all, in a transaction that
+    committed since they were found. The others are held."""
+    names = sorted(rollout.rollout_id for group in groups for rollout in group)
+    finished: set[str] = set()
+    for ids in chunks(names):
+        ended = (Rollouts.rollout_id.in_(ids), Rollouts.finished_at.is_not(None))
+        query = select(Rollouts.rollout_id).where(*ended).order_by(Rollouts.rollout_id)
+        finished.update(connection.scalars(query.with_for_update(key_share=True)))
+    return set(names) - finished
 
 
 def unrewarded_rollouts(
@@ -89,7 +113,7 @@ def unrewarded_rollouts(
             has_turns(),
             has_tags(tags),
         )
-        .order_by(Rollouts.finished_at)
+        .order_by(Rollouts.finished_at, Rollouts.rollout_id)
         .limit(MOST_UNREWARDED)
     )
     return list(connection.scalars(query))

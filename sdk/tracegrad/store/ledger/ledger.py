@@ -25,6 +25,13 @@ from tracegrad.store.ledger.fencing import (
     refuse_recorded_turns,
     refuse_step,
 )
+from tracegrad.store.ledger.idle import (
+    MOST_CLOSED,
+    close_idle,
+    count_idle,
+    idle_query,
+    inferred_open,
+)
 from tracegrad.store.ledger.leases import (
     ReadyRollout,
     end_leases,
@@ -36,6 +43,7 @@ from tracegrad.store.ledger.leases import (
     ready_rollouts,
     release,
     release_owner,
+    reopened_rollouts,
     unrewarded_rollouts,
     update_rollouts,
 )
@@ -102,6 +110,9 @@ class Ledger:
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+            while gone := reopened_rollouts(connection, chosen):
+                ready = [rollout for rollout in ready if rollout.rollout_id not in gone]
+                chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             if len(chosen) < (groups if at_least is None else at_least):
                 return now, []
             grant(connection, chosen, lease_id, owner, now, now + ttl_s)
@@ -128,6 +139,23 @@ class Ledger:
             before = statements.server_time(connection) - after_s
             return unrewarded_rollouts(connection, outcome, tags or {}, before)
 
+    def close_idle(self, idle_s: float, *, tags: Mapping[str, str] | None = None) -> list[str]:
+        """Ends rollouts that nobody opened and that had no call for `idle_s` seconds, `MOST_CLOSED`
+        at most: completed, and `Rollouts.idle_s` says that it was inferred. A call that comes later
+        opens them again, until they are leased. Returns which ones."""
+        with self._store.reading() as connection:
+            before = statements.server_time(connection) - idle_s
+            found = list(connection.scalars(idle_query(tags or {}, before, MOST_CLOSED)))
+
+        def close(connection: Connection) -> list[str]:
+            now = statements.server_time(connection)
+            closed: list[str] = []
+            for some in chunks(found):
+                closed += close_idle(connection, some, now - idle_s, idle_s, now)
+            return closed
+
+        return self._exclusively(close) if found else []
+
     def readiness(
         self,
         *,
@@ -153,12 +181,17 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
         expert_routing: bool = True,
+        idle_s: float | None = None,
     ) -> LeasePreview:
-        """What `lease` would give now, fewer than `groups` too, and who waits. Changes nothing."""
+        """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
+        too, and who waits. Changes nothing."""
         _check(groups=groups, group_size=group_size, ttl_s=1.0)
         with self._store.reading() as connection:
             now = statements.server_time(connection)
-            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            idle_before = None if idle_s is None else now - idle_s
+            ready = ready_rollouts(
+                connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
+            )
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
             alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
@@ -172,6 +205,9 @@ class Ledger:
                 ),
                 more=len(formed[groups:]),
                 incomplete=incomplete_groups(connection, alone, tags or {}, now),
+                idle=0 if idle_before is None else count_idle(connection, tags or {}, idle_before),
+                idle_before=idle_before,
+                inferred_open=inferred_open(connection, tags or {}, now, since=idle_before),
             )
 
     def renew(self, leases: Mapping[str, str], *, ttl_s: float) -> list[LostLease]:

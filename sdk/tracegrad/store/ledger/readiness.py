@@ -12,8 +12,10 @@ from sqlalchemy import Connection, func, select
 from tracegrad.events import Outcome
 from tracegrad.store.databases import statements
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags, training_state
+from tracegrad.store.ledger.idle import inferred_open
 from tracegrad.store.ledger.leases import form_groups, ready_rollouts
 from tracegrad.store.models import Rollouts, Steps, TurnLedger, Turns
+from tracegrad.store.types import InferredOpen
 
 _UNSCORED = {outcome.value for outcome in Outcome if not outcome.scored}
 
@@ -32,6 +34,8 @@ class BatchReadiness:
     leased: dict[str, int]  # by the lease's owner
     unscored: dict[str, int]  # by outcome, since the last step
     passed: dict[str, int]  # reason -> turns that were looked at since the last step, not trained
+    unopened: int  # of the open ones those that nobody opened
+    inferred_open: InferredOpen  # of these those with turns
     newest: float | None  # when one with the tags was opened or finished last; None: there is none
 
 
@@ -47,7 +51,7 @@ def batch_readiness(
     left = Counter(each.task_id for each in lacking)
     newest = {each.task_id: each.finished_at for each in lacking}  # the last of each
     due = [at + incomplete_after_s - now for task, at in newest.items() if left[task] >= 2]
-    states = _states(connection, tags, now, compared=group_size > 1)
+    states, unopened = _states(connection, tags, now, compared=group_size > 1)
     unscored, passed = _consumed_since_the_last_step(connection, tags)
     unscored.update({name: states[name] for name in _UNSCORED & states.keys()})
     return BatchReadiness(
@@ -59,17 +63,24 @@ def batch_readiness(
         leased=_leased(connection, tags, now),
         unscored=dict(unscored),
         passed=dict(passed),
+        unopened=unopened,
+        inferred_open=inferred_open(connection, tags, now),
         newest=_newest(connection, tags),
     )
 
 
 def _states(
     connection: Connection, tags: Mapping[str, str], now: float, *, compared: bool
-) -> dict[str, int]:
+) -> tuple[dict[str, int], int]:
+    """How many are in each, and how many of the open ones nobody opened."""
     state = training_state(tags, now, compared=compared).label("state")
-    found = select(state).where(Rollouts.consumed_at.is_(None)).subquery()
-    query = select(found.c.state, func.count()).group_by(found.c.state)
-    return {str(name): count for name, count in connection.execute(query)}
+    found = select(state, Rollouts.opened).where(Rollouts.consumed_at.is_(None)).subquery()
+    kinds = (found.c.state, found.c.opened)
+    rows = connection.execute(select(*kinds, func.count()).group_by(*kinds)).all()
+    states: Counter[str] = Counter()
+    for name, _, count in rows:
+        states[str(name)] += count
+    return dict(states), sum(n for name, opened, n in rows if name == "open" and not opened)
 
 
 def _leased(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:

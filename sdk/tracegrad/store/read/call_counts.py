@@ -55,7 +55,7 @@ def count_calls(connection: Connection, rollout_ids: Collection[str]) -> list[Ca
 
 def _unnamed_calls(connection: Connection, since: float, until: float | None) -> int:
     """The proxy makes rollouts for such calls, with ids that begin with the time (`new_id`); nobody
-    opens or ends them. Those that began before `since` are others' conversations."""
+    opens them, or reports their end. Those that began before `since` are others' conversations."""
     until = time.time() if until is None else until
     some = (
         select(Turns.turn_id)
@@ -65,7 +65,7 @@ def _unnamed_calls(connection: Connection, since: float, until: float | None) ->
             Rollouts.rollout_id >= _first_id(since),
             Rollouts.rollout_id <= _first_id(until + 1e-3),
             Rollouts.opened.is_(False),
-            Rollouts.finished_at.is_(None),
+            Rollouts.finished_at.is_(None) | Rollouts.idle_s.is_not(None),
         )
         .limit(MOST_UNNAMED_CALLS)
     )

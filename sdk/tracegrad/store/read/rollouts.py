@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute
 
 from tracegrad.events import Outcome, Reward, RolloutFinished, Span
@@ -21,6 +21,7 @@ from tracegrad.store.expressions import (
     begins_with,
     has_tags,
     latest_reward,
+    newest_turn,
     training_state,
 )
 from tracegrad.store.filters import ALL, OPEN, RolloutFilter
@@ -30,6 +31,7 @@ from tracegrad.store.models import (
     Rollouts,
     RolloutTags,
     Spans,
+    Steps,
     TurnLedger,
     Turns,
     VersionEvents,
@@ -181,6 +183,7 @@ def _summary_query() -> Select[*tuple[Any, ...]]:
         .scalar_subquery()
         .label("trained_turns"),
         training_state({}, time.time()).label("state"),
+        case((Rollouts.finished_at.is_(None), newest_turn())).label("last_turn_at"),
     )
 
 
@@ -249,7 +252,14 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         unnamed_calls=count_calls(connection, [rollout_id])[0].unnamed_calls,
         rewards_taken=target.state != "open",
         late_rewards=late_reward_ids(connection, Rewards.rollout_id, [rollout_id], now),
+        trainer_idle_s=_trainer_idle_s(connection),
     )
+
+
+def _trainer_idle_s(connection: Connection) -> float | None:
+    last = connection.scalar(select(Steps.settings).order_by(Steps.step.desc()).limit(1))
+    found = ((last or {}).get("data") or {}).get("idle_s")
+    return float(found) if isinstance(found, int | float) else None
 
 
 def load_dispositions(
@@ -333,12 +343,16 @@ def version_events(connection: Connection, version: int) -> list[PolicyVersion]:
 
 
 def turn_counts(
-    connection: Connection, tags: Mapping[str, str] | None = None, *, compared: bool = True
+    connection: Connection,
+    tags: Mapping[str, str] | None = None,
+    *,
+    compared: bool = True,
+    idle_before: float | None = None,
 ) -> TurnCounts:
     """How many turns were trained, skipped and why, and what the others wait for.
 
-    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`. `compared` as
-    `training_state` has it.
+    With `tags`, turns of rollouts that do not carry them all wait as `not_selected`. `compared` and
+    `idle_before` as `training_state` has them.
     """
     trained = connection.scalar(select(func.count(TurnLedger.step))) or 0
     reasons = (
@@ -358,7 +372,9 @@ def turn_counts(
     )
     states = (
         select(
-            training_state(tags or {}, time.time(), compared=compared).label("state"),
+            training_state(
+                tags or {}, time.time(), compared=compared, idle_before=idle_before
+            ).label("state"),
             waiting.label("turns"),
         )
         .where(Rollouts.consumed_at.is_(None))

@@ -39,13 +39,13 @@ def load_samples(
     for rollout_id, task_id, agent, outcome in rows_of_keys(
         connection, query, Rollouts.rollout_id, ids
     ):
-        assert outcome is not None, "only finished rollouts are trained on"
         samples[rollout_id] = RolloutSample(
             rollout_id=rollout_id,
             task_id=task_id,
             agent=agent,
             tags=tags[rollout_id],
-            outcome=Outcome(outcome),
+            # One that is only about to be closed (`Ledger.preview`) has none yet.
+            outcome=Outcome(outcome or Outcome.COMPLETED),
             reward=rewards[rollout_id],
             turn_rewards=turn_rewards(events[rollout_id], turns[rollout_id]),
             turns=turns[rollout_id],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, bindparam, select, true, update
+from sqlalchemy import Connection, Row, bindparam, null, select, true, update
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import (
@@ -18,6 +18,7 @@ from tracegrad.events import (
     Outcome,
     Reward,
     RolloutFinished,
+    RolloutInferred,
     RolloutStarted,
     Span,
     Turn,
@@ -25,7 +26,7 @@ from tracegrad.events import (
 )
 from tracegrad.store.databases import Conflict, insert_new
 from tracegrad.store.encoding.shared_texts import add_links, add_texts
-from tracegrad.store.errors import EventRejected
+from tracegrad.store.errors import EventRejected, RolloutTaken
 from tracegrad.store.models import Outcomes, Rewards, Rollouts, RolloutTags, Spans, Turns
 from tracegrad.store.rows import chunks, column_values, rows_of_keys
 from tracegrad.store.write.parent_cache import KnownParents, ParentInfo, load_parents
@@ -42,8 +43,33 @@ _HELD = (
     .with_for_update(key_share=True)  # turns may be added to them
 )
 _OPENING = update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).values(opened=true())
-_FINISHING = update(Rollouts).where(
-    Rollouts.rollout_id == bindparam("which"), Rollouts.finished_at.is_(None)
+# What somebody reports counts before what was inferred, until training has taken the rollout.
+_FINISHING = (
+    update(Rollouts)
+    .where(
+        Rollouts.rollout_id == bindparam("which"),
+        Rollouts.finished_at.is_(None)
+        | (
+            Rollouts.idle_s.is_not(None)
+            & Rollouts.lease_id.is_(None)
+            & Rollouts.consumed_at.is_(None)
+        ),
+    )
+    .values(idle_s=null())
+)
+# Held for the change that follows, and to wait for a lease that is being given.
+_IDLE_ENDS = (
+    select(Rollouts.rollout_id, Rollouts.lease_id, Rollouts.consumed_at, Rollouts.idle_s)
+    .where(Rollouts.idle_s.is_not(None))
+    .order_by(Rollouts.rollout_id)
+    .with_for_update(key_share=True)
+)
+_IDLE_END_OF = _IDLE_ENDS.where(Rollouts.rollout_id == bindparam("which"))
+_IDLE_ENDS_OF = _IDLE_ENDS.where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
+_REOPENING = (
+    update(Rollouts)
+    .where(Rollouts.rollout_id.in_(bindparam("ids", expanding=True)))
+    .values(outcome=null(), error=null(), finished_at=null(), idle_s=null())
 )
 
 
@@ -64,6 +90,7 @@ class EventBatch:
 
     first_seen: dict[str, float] = field(default_factory=dict)
     opened: list[RolloutStarted] = field(default_factory=list)
+    inferred: dict[str, str | None] = field(default_factory=dict)  # -> which one it continues
     finished: list[RolloutFinished] = field(default_factory=list)
     rewards: list[Reward] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -88,6 +115,8 @@ def sort_events(events: Iterable[Event]) -> EventBatch:
                 for key, value in event.tags.items():
                     check_length(f"tags: {key!r:.40}", f"{key}{value}", _MAX_NAME_LENGTH)
                 batch.opened.append(event)
+            case RolloutInferred():
+                batch.inferred[event.rollout_id] = event.continues
             case RolloutFinished():
                 batch.note_rollout(event.rollout_id, _ended_at(event))
                 batch.finished.append(event)
@@ -121,7 +150,12 @@ def add_rollouts(connection: Connection, batch: EventBatch, rollout_ids: Iterabl
         connection,
         Rollouts,
         [
-            {"rollout_id": name, "opened": False, "opened_at": batch.first_seen[name]}
+            {
+                "rollout_id": name,
+                "opened": False,
+                "opened_at": batch.first_seen[name],
+                "continues": batch.inferred.get(name),
+            }
             for name in sorted(rollout_ids)
         ],
     )
@@ -161,14 +195,16 @@ def write_batch(
     `new_rollouts` those of its rollouts that may be.
 
     Raises `TurnAlreadyStored` if one of them is not, `EventRejected` for an event that contradicts
-    itself.
+    itself, `RolloutTaken` for a turn whose rollout was inferred and is training's by now.
     """
     add_rollouts(connection, batch, new_rollouts)
     changed = {f.rollout_id for f in batch.opened} | {f.rollout_id for f in batch.finished}
     bare = _lock_unopened(connection, changed)
-    _open(connection, batch.opened, bare)
+    opened = _open(connection, batch.opened, bare)
     if _insert(connection, Turns, rows.turns) != len(rows.turns):
         raise TurnAlreadyStored("turns of the batch are being written by others too; try again")
+    # Now that their turns refer to them nobody closes them until we have committed.
+    _reopen(connection, opened | {row["rollout_id"] for row in rows.turns}, batch.inferred)
     # After the turns: who waits for a rollout holds no text that others wait for.
     add_texts(connection, rows.texts)
     add_links(connection, rows.links)
@@ -221,12 +257,13 @@ def _lock_unopened(connection: Connection, rollout_ids: Iterable[str]) -> set[st
     return bare
 
 
-def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[str]) -> None:
+def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[str]) -> set[str]:
+    """Those that were not open before."""
     # Of several openings of one rollout the first counts, here and in the table.
     first = {event.rollout_id: event for event in reversed(events)}
     new = [event for event in first.values() if event.rollout_id in bare]
     if not new:
-        return
+        return set()
     connection.execute(
         _OPENING,
         [
@@ -241,6 +278,44 @@ def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[st
         ],
     )
     _insert(connection, RolloutTags, [row for event in new for row in tag_rows(event)])
+    return {event.rollout_id for event in new}
+
+
+def _reopen(
+    connection: Connection, rollout_ids: Collection[str], inferred: Collection[str]
+) -> None:
+    """Those that were closed because they were idle, and are not: they have a new turn, or
+    somebody to end them.
+
+    One that is leased or consumed stays closed, since its turns of the lease are being trained or
+    were: what comes after them is not, and the ledger counts it as late. If it was only `inferred`
+    to belong there, it is refused instead. A lease that ran out counts as one: its trainer may yet
+    commit, until another has taken the rollout or it is given back.
+
+    Raises RolloutTaken.
+    """
+    free: list[str] = []
+    for name, lease_id, consumed_at, idle_s in _idle_ends(connection, rollout_ids):
+        if lease_id is None and consumed_at is None:
+            free.append(name)
+        elif name in inferred:
+            raise RolloutTaken(
+                f"rollout_id: {name} was closed after {idle_s:g} s without a call, and training"
+                " has taken it; let the turn begin another rollout that continues it"
+            )
+    for ids in chunks(free):
+        connection.execute(_REOPENING, {"ids": ids})
+
+
+def _idle_ends(
+    connection: Connection, rollout_ids: Collection[str]
+) -> Iterator[Row[str, str | None, float | None, float | None]]:
+    if len(rollout_ids) == 1:  # as of most calls; a list of ids costs several times as much
+        [only] = rollout_ids
+        yield from connection.execute(_IDLE_END_OF, {"which": only})
+        return
+    for ids in chunks(sorted(rollout_ids)):
+        yield from connection.execute(_IDLE_ENDS_OF, {"ids": ids})
 
 
 def tag_rows(event: RolloutStarted) -> list[ColumnValues]:

@@ -24,7 +24,8 @@ def test_the_first_name_wins(traces: TraceIndex) -> None:
         "baggage": "a=b, tracegrad.rollout=bag%2Dgage;x=y",
         "traceparent": PARENT,
     }
-    assert attribute_call(everything, "path", "key", traces) == CallOwner("path", TRACE, SPAN)
+    named = CallOwner("path", TRACE, SPAN, is_named=True)
+    assert attribute_call(everything, "path", "key", traces) == named
     assert attribute_call(everything, None, "key", traces).rollout_id == "header"
     del everything["x-tracegrad-rollout"]
     assert attribute_call(everything, None, "key", traces).rollout_id == "key"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.store.events import rollout_events
+from support.store.events import make_turn, rollout_events
 from support.trainer.prepared_run import fill
 from tracegrad.events import Event, Outcome, Reward
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
@@ -382,3 +382,61 @@ def test_without_the_rule_it_is_unknown(make: Make) -> None:
     coordinator.store.append(crashed("a"))
     assert coordinator.next_batch(0) is None
     assert rewards_of(coordinator, "a") == []
+
+
+# Traffic that nobody opened
+
+
+def calls(name: str, age_s: float) -> list[Event]:
+    turn = make_turn(f"{name}.0", name, created_at=time.time() - age_s)
+    return [turn, Reward(rollout_id=name, value=1.0)]
+
+
+IDLE: dict[str, Any] = {
+    "data__idle_s": 600,
+    "batches__group_size": 1,
+    "objective__advantage": "running",
+}
+
+
+def test_what_is_idle_is_closed_before_it_is_leased(make: Make) -> None:
+    coordinator = make(OFFLINE, **IDLE)
+    coordinator.store.append([*calls("old", 1000), *calls("new", 0)])
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    assert batch.selection.rollouts == ["old"]
+    assert coordinator.store.rollout("new").summary.state == "open"
+
+
+def test_while_rollouts_come_the_store_is_asked_once_a_second(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = make(**IDLE)
+    asked: list[float] = []
+
+    def close_idle(idle_s: float, **_: Any) -> list[str]:
+        asked.append(idle_s)
+        return []
+
+    monkeypatch.setattr(coordinator.ledger, "close_idle", close_idle)
+    now = [0.0]
+    monkeypatch.setattr("tracegrad_trainer.rl.idle_rollouts.time.monotonic", lambda: now[0])
+    for now[0] in (10.0, 10.2, 10.9, 11.1):
+        coordinator._lease()
+    assert asked == [600.0, 600.0]
+
+
+def test_without_a_time_nobody_is_closed(make: Make) -> None:
+    coordinator = make(OFFLINE, **{**IDLE, "data__idle_s": "null"})
+    coordinator.store.append(calls("old", 1e6))
+    assert coordinator.next_batch(0) is None
+    assert coordinator.store.rollout("old").summary.state == "open"
+
+
+def test_two_trainers_take_each_rollout_once(make: Make, tmp_path: Path) -> None:
+    one, other = make(OFFLINE, **IDLE), make(OFFLINE, **IDLE)
+    other.owner = "another"
+    one.store.append([event for n in range(4) for event in calls(f"r{n}", 1000)])
+    batches = [each.next_batch(0) for each in (one, other)]
+    taken = [sorted(batch.selection.rollouts) for batch in batches if batch is not None]
+    assert sorted(taken[0] + taken[1]) == ["r0", "r1", "r2", "r3"]

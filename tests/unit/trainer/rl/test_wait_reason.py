@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.store.events import make_turn
 from support.trainer.step_samples import rollout
 from tracegrad.events import (
     Event,
@@ -103,6 +105,56 @@ def test_what_holds_a_batch_back_is_named(
     found = wait_reason(store, needs())
     assert found.kind == kind
     assert found.text.startswith(words)
+
+
+def idle_calls(*ages: float) -> list[Event]:
+    now = time.time()
+    return [make_turn(f"t{n}", f"r{n}", created_at=now - age) for n, age in enumerate(ages)]
+
+
+@pytest.mark.parametrize(
+    ("ages", "idle_s", "words"),
+    [
+        ((12,), 60.0, "1 rollout that nobody opened is open: idle for 1. s of 60 .data.idle_s.;"),
+        ((3, 32), 45.5, "2 rollouts that nobody opened are open: the first idle for 3. s of 45.5 "),
+        (
+            (12, 7),
+            None,
+            "2 rollouts that nobody opened are open, and nobody ends them: --set data.idle_s=60"
+            " closes those without a call for 60 s;",
+        ),
+        ((-7200,), 60.0, "1 rollout .* is open: their calls are dated 2 h ahead of the store's"),
+    ],
+)
+def test_rollouts_that_nobody_ends_are_told_apart(
+    store: Store, ages: tuple[float, ...], idle_s: float | None, words: str
+) -> None:
+    store.append(idle_calls(*ages))
+    found = wait_reason(store, needs(idle_s=idle_s))
+    assert found.kind == "idle_open"
+    assert re.match(words, found.text), found.text
+    store.append(without(RolloutFinished))
+    found = wait_reason(store, needs(idle_s=idle_s))
+    assert (found.kind, "6 rollouts not finished" in found.text) == ("open", True)
+    assert re.search(words, found.text)
+
+
+def test_of_very_many_nobody_is_counted_twice(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("tracegrad.store.ledger.idle", "tracegrad_trainer.rl.wait_reason"):
+        monkeypatch.setattr(f"{module}.MOST_LOOKED_AT", 2)
+    store.append([*idle_calls(1, 2, 3), *without(RolloutFinished)])
+    said = wait_reason(store, needs()).text
+    assert "6 rollouts not finished" in said
+    assert "2 rollouts or more that nobody opened are open" in said
+
+
+def test_settings_of_before_there_was_the_time_have_none() -> None:
+    data = {"tags": {}, "incomplete_after_s": 1.0}
+    resolved = {"batches": {"groups": 1, "group_size": 1}, "data": data, "objective": {}}
+    assert BatchNeeds.of(resolved, None).idle_s is None
+    assert BatchNeeds.of(resolved | {"data": data | {"idle_s": 5.0}}, None).idle_s == 5.0
 
 
 def test_rollouts_with_other_tags_are_named_with_the_tags(store: Store) -> None:
