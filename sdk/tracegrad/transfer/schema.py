@@ -18,7 +18,7 @@ from tracegrad.events import MAX_REWARD, REWARD_RANGE, Json, Outcome
 FORMAT = 1
 # Written only where there is a value: older readers refuse fields that they do not know.
 OMITTED_IF_NONE = frozenset(
-    {"label", "given_at", "comment", "state_key", "observation", "routed_experts"}
+    {"label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"}
 )
 
 _MAX_INTEGER = 2**63 - 1
@@ -96,6 +96,7 @@ class TurnObject(_Object, kw_only=True):
     fate_at: Number | None = None
     state_key: str | None = None
     observation: str | None = None
+    timing: Json | None = None
     routed_experts: Base64 | None = None
     request: Json | None = None
     response: Json | None = None

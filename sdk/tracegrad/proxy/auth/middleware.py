@@ -21,6 +21,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
@@ -231,6 +232,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         lease = None
+        scope["tracegrad.arrived_at"] = monotonic()
         try:
             scope["tracegrad.caller"] = caller = await self._admitted(scope)
             lease = scope["tracegrad.lease"] = self._bodies.lease(_client(caller, scope))

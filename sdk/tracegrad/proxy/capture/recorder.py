@@ -7,7 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from time import monotonic
 from typing import Protocol
+
+from cachetools import FIFOCache
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
@@ -15,6 +18,7 @@ from tracegrad.events import REFUSED, Event, Json, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
+from tracegrad.proxy.capture.call_timing import CallTiming, timing_json
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
 from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
@@ -29,6 +33,10 @@ from tracegrad.store import Submission, WriterLoad
 from tracegrad.store.errors import EventRejected, ParentMissing, StoreError, StoreUnavailable
 
 log = logging.getLogger("tracegrad.proxy")
+
+# Of so many rollouts, the latest, the seconds of commits wait for the next turn to say them, and of
+# so many turns of each (those of parallel calls).
+_ROLLOUTS_TIMED, _MOST_COMMITS = 4096, 64
 
 
 class EventWriter(Protocol):
@@ -62,6 +70,7 @@ class Recorder:
         self._traces = traces
         self._redactor = redactor
         self._failing = False
+        self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(_ROLLOUTS_TIMED)
         self.call_index = CallIndex(others=others)
 
     async def record(
@@ -72,6 +81,7 @@ class Recorder:
         replies: Sequence[SampledCompletion],
         *,
         unknown_version: bool,
+        timing: CallTiming | None = None,
     ) -> list[str]:
         """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
 
@@ -80,7 +90,13 @@ class Recorder:
         """
         try:
             places = await self._places(plan, replies)
-            turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
+            begun_at = monotonic()
+            seconds = None
+            if timing is not None:
+                seconds = self._timing_json(timing, places[0].rollout_id, begun_at)
+            turns = _turns(
+                call, owner, places, replies, unknown_version=unknown_version, timing=seconds
+            )
             self.call_index.turns_answered(turns, inferred=owner.rollout_id is None)
             try:
                 found = await self._committed(turns, plan)
@@ -94,10 +110,24 @@ class Recorder:
         except StoreError as error:
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
+        self._note_commit(turns, monotonic() - begun_at)
         self._traces.add(owner.trace_id, turns[0].rollout_id)
         for turn in found:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
+
+    def _timing_json(self, timing: CallTiming, rollout_id: str, now: float) -> Json:
+        """With how long the rollout's turns before took to be committed: no row can say that of
+        itself."""
+        found = timing_json(timing.stages(now), timing.held_s)
+        if (before := self._commits.pop(rollout_id, None)) is not None:
+            found["commits"] = before
+        return found
+
+    def _note_commit(self, turns: Sequence[Turn], seconds: float) -> None:
+        known = self._commits.setdefault(turns[0].rollout_id, {})
+        if len(known) < _MOST_COMMITS:
+            known |= {turn.turn_id: round(seconds, 6) for turn in turns}
 
     async def _committed(self, turns: Sequence[Turn], plan: ContinuationPlan) -> list[CachedTurn]:
         committed = await self._submitted(turns)
@@ -150,12 +180,17 @@ class Recorder:
         return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
 
     async def record_refusal(
-        self, call: Call, owner: CallOwner, plan: ContinuationPlan, reason: str
+        self,
+        call: Call,
+        owner: CallOwner,
+        plan: ContinuationPlan,
+        reason: str,
+        timing: CallTiming | None = None,
     ) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
         refusal = SampledCompletion(finish_reason=REFUSED)
         refusal.discard_tokens(reason)
-        await self.record(call, owner, plan, [refusal], unknown_version=False)
+        await self.record(call, owner, plan, [refusal], unknown_version=False, timing=timing)
 
     async def _places(
         self, plan: ContinuationPlan, replies: Sequence[SampledCompletion]
@@ -204,6 +239,7 @@ def _turns(
     replies: Sequence[SampledCompletion],
     *,
     unknown_version: bool,
+    timing: Json | None,
 ) -> list[Turn]:
     settings = sampling.sampling_params_of(call.body)
     reason = call.untrainable or sampling.untrainable_reason(call.body, settings)
@@ -228,6 +264,7 @@ def _turns(
             response=reply.response or None,
             state_key=owner.state_key,
             observation=observation,
+            timing=timing,
             routed_experts=reply.routed_experts,
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))

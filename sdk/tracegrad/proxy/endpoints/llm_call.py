@@ -22,6 +22,7 @@ from tracegrad.chat.call import Call
 from tracegrad.events import OVER_LENGTH, Json, Turn
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
+from tracegrad.proxy.capture.call_timing import CallTiming
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.capture.retry_cache import (
     Fingerprint,
@@ -90,6 +91,7 @@ class CallContext:
     headers: Headers  # for the engine
     admission: Admission
     fingerprint: Fingerprint
+    timing: CallTiming
 
 
 class LlmCallEndpoint:
@@ -111,6 +113,7 @@ class LlmCallEndpoint:
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
         headers = headers_of(scope)
+        timing = CallTiming(scope.get("tracegrad.arrived_at"))
         path = scope["path_params"]
         caller = caller_of(scope)
         owner = attribute_call(
@@ -139,7 +142,8 @@ class LlmCallEndpoint:
         admission = self._services.gate.admission(plan.rollout_id, streaming=streaming)
         # vLLM makes an answer's id of it, by which feedback finds the turn.
         to_engine = engine_headers(caller) | {"x-request-id": call.turn_id}
-        context = CallContext(call, owner, plan, to_engine, admission, known)
+        timing.streaming = streaming
+        context = CallContext(call, owner, plan, to_engine, admission, known, timing)
         try:
             if call.stream:
                 await self._stream(context, scope, receive, send)
@@ -200,7 +204,7 @@ class LlmCallEndpoint:
         try:
             async with (
                 cancel_on_disconnect(receive),
-                admission,
+                _admitted(context),
                 self._engine_response(context) as engine,
             ):
                 if stream is None:
@@ -230,7 +234,7 @@ class LlmCallEndpoint:
             try:
                 async with (
                     cancel_on_disconnect(receive),
-                    context.admission,
+                    _admitted(context),
                     self._engine_response(context) as engine,
                 ):
                     relay = _Relay(stream, context.admission, writer, response)
@@ -279,20 +283,24 @@ class LlmCallEndpoint:
             routed_experts_from=context.plan.routed_experts_from,
         )
         body = await self._services.workers.run(call.size, request_body, call, ask)
+        context.timing.asked()
         async with self._services.upstream.request(
             "POST",
             call.path,
             body=body,
             headers=context.headers,
             sticky=context.plan.rollout_id,
+            on_sent=context.timing.sent,
         ) as engine:
+            context.timing.answered()
             if engine.status == 200:
                 yield engine
                 return
             refusal = read_error(engine.status, await engine.read(), engine.headers)
         if refusal.code == CONTEXT_LENGTH_EXCEEDED:
+            context.timing.ended()
             await self._services.recorder.record_refusal(
-                call, context.owner, context.plan, OVER_LENGTH
+                call, context.owner, context.plan, OVER_LENGTH, context.timing
             )
         raise refusal
 
@@ -314,9 +322,25 @@ class LlmCallEndpoint:
             context.plan,
             completions,
             unknown_version=context.admission.version_unknown,
+            timing=context.timing,
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
+
+
+@asynccontextmanager
+async def _admitted(context: CallContext) -> AsyncIterator[None]:
+    """Between the gate and the engine's last word."""
+    timing, gate_held_s = context.timing, context.admission.gate_held_s
+    timing.entered_gate()
+    async with context.admission:
+        timing.admitted()
+        before_s = gate_held_s()
+        try:
+            yield
+        finally:
+            timing.ended()
+            timing.held_s = gate_held_s() - before_s
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:
