@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tracegrad.events import CALL_STAGES
@@ -39,6 +39,7 @@ def rollouts(draw: st.DrawFn) -> RolloutMoments:
     )
 
 
+@settings(deadline=None)
 @given(rollouts())
 def test_the_parts_sum_up_to_the_whole(moments: RolloutMoments) -> None:
     found = time_of(moments)
@@ -47,6 +48,7 @@ def test_the_parts_sum_up_to_the_whole(moments: RolloutMoments) -> None:
     assert set(found.stages) <= set(STAGES)
 
 
+@settings(deadline=None)
 @given(rollouts())
 def test_calls_have_the_union_of_their_intervals(moments: RolloutMoments) -> None:
     """Swept by another way: intervals in order, and how far those before reach."""

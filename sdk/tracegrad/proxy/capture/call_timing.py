@@ -17,16 +17,20 @@ _STAGES = tuple(stage for stage in CALL_STAGES if stage != _IN_ONE_PIECE)
 
 class CallTiming:
     """Marks in seconds; None: not reached. `streaming`: whether the engine's first token is known
-    from its last. `held_s`: how long of the engine's time weights were being pushed."""
+    from its last. `held_s`: how long of the engine's time weights were being pushed. `recorded`:
+    the call's stages and its commit, once its turns are in the store. `broken`: a stream that had
+    begun ended in an error."""
 
     __slots__ = (
         "admitted_at",
         "arrived_at",
         "asked_at",
+        "broken",
         "ended_at",
         "first_at",
         "gate_at",
         "held_s",
+        "recorded",
         "sent_at",
         "streaming",
     )
@@ -41,6 +45,13 @@ class CallTiming:
         self.ended_at: float | None = None
         self.streaming = True
         self.held_s = 0.0
+        self.recorded: dict[str, float] | None = None
+        self.broken = False
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the arrival; None: the answer was no stream, or had none."""
+        return None if self.first_at is None else self.first_at - self.arrived_at
 
     def entered_gate(self) -> None:
         self.gate_at = monotonic()

@@ -24,6 +24,8 @@ from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
+from tracegrad.proxy.metrics.call_metrics import count_turns
+from tracegrad.proxy.metrics.counters import ProxyMetrics
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
@@ -61,14 +63,17 @@ class Recorder:
         *,
         patience_s: float | None = None,
         others: SharedLog | None = None,
+        metrics: ProxyMetrics | None = None,
     ) -> None:
-        """`patience_s`: as `store_async.wait_committed`. `others`: the other workers."""
+        """`patience_s`: as `store_async.wait_committed`. `others`: the other workers. `metrics`:
+        where turns are counted."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
         self._continuation = continuation
         self._traces = traces
         self._redactor = redactor
+        self._metrics = metrics or ProxyMetrics()
         self._failing = False
         self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(_ROLLOUTS_TIMED)
         self.call_index = CallIndex(others=others)
@@ -91,9 +96,10 @@ class Recorder:
         try:
             places = await self._places(plan, replies)
             begun_at = monotonic()
+            stages = timing.stages(begun_at) if timing is not None else {}
             seconds = None
             if timing is not None:
-                seconds = self._timing_json(timing, places[0].rollout_id, begun_at)
+                seconds = self._timing_json(stages, timing.held_s, places[0].rollout_id)
             turns = _turns(
                 call, owner, places, replies, unknown_version=unknown_version, timing=seconds
             )
@@ -106,20 +112,26 @@ class Recorder:
                 turns = [_root(turn) for turn in turns]
                 found = await self._committed(turns, plan)
         except StoreUnavailable as error:
+            self._metrics.add("turns_lost_total", "store_unavailable", number=len(replies))
             raise self.store_unavailable(error) from error
         except StoreError as error:
+            self._metrics.add("turns_lost_total", "refused", number=len(replies))
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
-        self._note_commit(turns, monotonic() - begun_at)
+        commit_s = monotonic() - begun_at
+        self._note_commit(turns, commit_s)
+        count_turns(self._metrics, turns, plan.reused_tokens)
+        if timing is not None:
+            timing.recorded = {**stages, "commit": commit_s}
         self._traces.add(owner.trace_id, turns[0].rollout_id)
         for turn in found:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
 
-    def _timing_json(self, timing: CallTiming, rollout_id: str, now: float) -> Json:
+    def _timing_json(self, stages: dict[str, float], held_s: float, rollout_id: str) -> Json:
         """With how long the rollout's turns before took to be committed: no row can say that of
         itself."""
-        found = timing_json(timing.stages(now), timing.held_s)
+        found = timing_json(stages, held_s)
         if (before := self._commits.pop(rollout_id, None)) is not None:
             found["commits"] = before
         return found

@@ -8,6 +8,7 @@ Endpoints are bare ASGI applications: nothing here runs once a token that does n
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -57,6 +58,8 @@ from tracegrad.proxy.http.request import (
 )
 from tracegrad.proxy.http.request_body import WorkerThreads, lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
+from tracegrad.proxy.metrics.call_metrics import count_call
+from tracegrad.proxy.metrics.counters import ProxyMetrics
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
@@ -79,6 +82,7 @@ class ProxyServices:
     workers: WorkerThreads
     rules: RequestRules
     keepalive_s: float
+    metrics: ProxyMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +106,32 @@ class LlmCallEndpoint:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await self._handle(scope, receive, send)
-        except ApiError as error:
-            response = error.response(self._dialect.error(error))
-        except ClientDisconnected:
-            return
-        if response is not None:
-            await response(scope, receive, send)
-
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
-        headers = headers_of(scope)
         timing = CallTiming(scope.get("tracegrad.arrived_at"))
+        metrics = self._services.metrics
+        status = "5xx"  # whatever is no answer and no refusal is a fault of ours
+        metrics.add("calls_in_flight")
+        try:
+            try:
+                response = await self._handle(scope, receive, send, timing)
+                status = "broken" if timing.broken else "2xx"
+            except ApiError as error:
+                status = f"{error.status // 100}xx"
+                response = error.response(self._dialect.error(error))
+            if response is not None:
+                await response(scope, receive, send)
+        except ClientDisconnected:
+            status = "aborted"
+        except asyncio.CancelledError:
+            status = "aborted"
+            raise
+        finally:
+            metrics.add("calls_in_flight", number=-1)
+            count_call(metrics, self._dialect.name, status, timing.recorded, timing.first_token_s)
+
+    async def _handle(
+        self, scope: Scope, receive: Receive, send: Send, timing: CallTiming
+    ) -> Response | None:
+        headers = headers_of(scope)
         path = scope["path_params"]
         caller = caller_of(scope)
         owner = attribute_call(
@@ -183,6 +201,7 @@ class LlmCallEndpoint:
         self, call: Call, turns: Sequence[Turn], scope: Scope, send: Send
     ) -> Response | None:
         """What was recorded for the same call: its client did not get it."""
+        self._services.metrics.add("answered_retries_total")
         call = replace(call, turn_id=turns[0].turn_id)
         answer = recorded_answer(turns, call)
         strip_unrequested(answer, call.visible)
@@ -242,6 +261,7 @@ class LlmCallEndpoint:
             except ApiError as refusal:
                 if not response.begun:
                     raise
+                context.timing.broken = True
                 self._services.retry_cache.record_failure(context.fingerprint)
                 await response.send(writer.error(refusal), last=True)
                 return
@@ -268,6 +288,7 @@ class LlmCallEndpoint:
         if broken is None:
             await response.send(writer.end(stream.tail), last=True)
             return
+        context.timing.broken = True
         self._services.retry_cache.record_failure(context.fingerprint)
         await response.send(writer.error(broken), last=True)
 
@@ -292,8 +313,8 @@ class LlmCallEndpoint:
             sticky=context.plan.rollout_id,
             on_sent=context.timing.sent,
         ) as engine:
-            context.timing.answered()
             if engine.status == 200:
+                context.timing.answered()
                 yield engine
                 return
             refusal = read_error(engine.status, await engine.read(), engine.headers)

@@ -112,6 +112,11 @@ class WeightUpdateGate:
         """Seconds in which calls were held, since the start."""
         return self._held_s + (time.monotonic() - self._held_since if self._held else 0.0)
 
+    @property
+    def ended_holds_s(self) -> float:
+        """Seconds of the holds that have ended."""
+        return self._held_s
+
     def state(self) -> dict[str, int | bool]:
         return {
             "version": self.version,
