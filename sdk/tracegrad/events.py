@@ -166,6 +166,12 @@ REFUSED = "refused"
 # ... of a call whose client got the error that it could not be stored, and then it was.
 UNACKNOWLEDGED = "unacknowledged"
 
+# The stages of a call, in their order. The proxy's own work: `prepare` (the request is received,
+# read and attributed), `encode` (the engine's request is written), `finish` (the turn is placed).
+# `gate`: weights were pushed. `queue`: no engine took it. `prefill` ends with the first token, and
+# `decode` with the last; `inference` is both, of an answer that came in one piece.
+CALL_STAGES = ("prepare", "gate", "encode", "queue", "prefill", "decode", "inference", "finish")
+
 # [(version, count), ...] over the completion's tokens, in order.
 VersionSpans = tuple[tuple[int, int], ...]
 
@@ -185,6 +191,12 @@ class Turn:
     `state_key` names the environment's state that the call was made in, as the agent or the
     environment gave it; `observation` is a digest of what was observed last (module
     `proxy.observation`). Equal ones are equal states. None: nobody said, or it is not known.
+
+    `timing`: seconds of the call by stage (`CALL_STAGES`), by a monotonic clock. A call of the
+    proxy ends at `created_at`, one that a span reported begins there. What else it may hold:
+    `held`, the seconds of the engine's time in which weights were pushed, and `commits`, how long
+    earlier turns of the rollout took from their ends to their commits, by their ids. None: not
+    known.
     """
 
     turn_id: str = field(default_factory=new_id)
@@ -205,6 +217,7 @@ class Turn:
     response: Json | None = None  # as the client received it (a stream: put together)
     state_key: str | None = None
     observation: str | None = None  # 32 hex digits
+    timing: Json | None = None
     routed_experts: bytes | None = None
     created_at: float = field(default_factory=time.time)
 

@@ -75,6 +75,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "http",
         "auth dialects",
         "engine prompt_reuse",
+        "metrics",
         "capture",
         "otel",
         "endpoints",

@@ -42,6 +42,7 @@ from tracegrad.proxy.endpoints.control_api import (
 from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
 from tracegrad.proxy.endpoints.feedback import make_feedback_router
 from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
+from tracegrad.proxy.endpoints.metrics import GaugeSampler, metrics_route
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
@@ -51,6 +52,7 @@ from tracegrad.proxy.engine.upstreams.pushed_weights import PushedWeights
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits, WorkerThreads
+from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
 from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
@@ -59,6 +61,7 @@ from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
+from tracegrad.urls import masked
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
@@ -69,13 +72,15 @@ KEEPALIVE_S = 15.0
 class WorkerLinks:
     """What a worker has in common with the others of its proxy.
 
-    `in_flight` counts the calls at each upstream server. `health` is the state of all of them.
+    `in_flight` counts the calls at each upstream server, `metrics` what this worker does. `health`
+    is the state of all of them.
     """
 
     log: SharedLog
     in_flight: Sequence[SharedCount]
     gate: WeightUpdateGate
     pushes: WeightPushes
+    metrics: ProxyMetrics
     health: Callable[[], Awaitable[Json]]
 
 
@@ -102,6 +107,7 @@ def create_app(
     others = links.log if links is not None else None
     gate = links.gate if links is not None else _own_gate(settings, store)
     upstream = _upstream(settings, gate, links)
+    metrics = links.metrics if links is not None else ProxyMetrics(metric_cells(settings))
     traces = TraceIndex(others=others)
     exact = upstream.capabilities.exact_prompts
     text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
@@ -110,19 +116,28 @@ def create_app(
     )
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
     recorder = Recorder(
-        writer, store, continuation, traces, redactor, patience_s=patience_s, others=others
+        writer,
+        store,
+        continuation,
+        traces,
+        redactor,
+        patience_s=patience_s,
+        others=others,
+        metrics=metrics,
     )
     admin = settings.admin_key
-    control = settings.control_key
+    control, scraping = settings.control_key, settings.metrics_key
     access = Authenticator(
         admin.get_secret_value() if admin else None,
         RolloutKeyService(store, others=others),
         OriginCheck(settings.allowed_hosts),
         control_key=control.get_secret_value() if control else None,
+        metrics_key=scraping.get_secret_value() if scraping else None,
     )
     workers = WorkerThreads()
     limits = RequestSizeLimits.of(settings)
     bodies = BodyReader(limits, workers)
+    metrics.samplers.append(GaugeSampler(metrics, gate, upstream, bodies))
     services = ProxyServices(
         upstream=upstream,
         gate=gate,
@@ -136,6 +151,7 @@ def create_app(
         workers=workers,
         rules=RequestRules.of(settings),
         keepalive_s=KEEPALIVE_S,
+        metrics=metrics,
     )
 
     @asynccontextmanager
@@ -158,6 +174,7 @@ def create_app(
     )
     app.router.routes[:0] = _hot_routes(services, spans)
     app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
+    app.router.routes.append(metrics_route(metrics))
     pushes = links.pushes if links is not None else OwnGate(gate)
     app.include_router(make_control_router(recorder, pushes, store))
     app.include_router(make_feedback_router(recorder, store))
@@ -169,6 +186,12 @@ def create_app(
     if others is not None:
         app.add_middleware(CatchUp, others=others)
     return app
+
+
+def metric_cells(settings: ProxySettings) -> MetricCells:
+    """For all workers of the proxy."""
+    servers = settings.upstreams if settings.upstream_kind != "litellm" else ()
+    return MetricCells(settings.workers, list(map(masked, servers)))
 
 
 class CatchUp:

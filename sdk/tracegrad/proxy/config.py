@@ -153,6 +153,12 @@ class ProxySettings(FileSettings):
         " with (/api/push/...), and nothing else; `trainer serve` makes one at each start. Without"
         " it that takes the admin key",
     )
+    metrics_key: SecretStr | None = Field(
+        None,
+        exclude=True,
+        description=f"key, of {ADMIN_KEY_LENGTH} characters or more, that reads /metrics, and"
+        " nothing else; without it that takes the admin key, where there is one",
+    )
     host: str = Field(
         "127.0.0.1",
         description="address to listen on; one that is not loopback needs an admin key",
@@ -245,7 +251,7 @@ class ProxySettings(FileSettings):
             for name, v in given.items()
         }
         found[_VARIABLES["store"]] = self.store.get_secret_value()
-        for name in ("upstream_api_key", "control_key", "admin_key"):
+        for name in ("upstream_api_key", "control_key", "metrics_key", "admin_key"):
             secret = getattr(self, name)
             if secret is not None:
                 variable = _VARIABLES.get(name, f"TRACEGRAD_PROXY_{name.upper()}")
@@ -296,7 +302,7 @@ class ProxySettings(FileSettings):
                 )
         return names
 
-    @field_validator("admin_key", "control_key")
+    @field_validator("admin_key", "control_key", "metrics_key")
     @classmethod
     def _key_is_long(cls, value: SecretStr | None) -> SecretStr | None:
         key = value.get_secret_value() if value is not None else None

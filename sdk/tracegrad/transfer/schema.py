@@ -19,7 +19,7 @@ FORMAT = 1
 # Written only where there is a value: older readers refuse fields that they do not know.
 OMITTED_IF_NONE = frozenset(
     {
-        *("label", "given_at", "comment", "state_key", "observation", "routed_experts"),
+        *("label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"),
         *("idle_s", "continues"),
     }
 )
@@ -99,6 +99,7 @@ class TurnObject(_Object, kw_only=True):
     fate_at: Number | None = None
     state_key: str | None = None
     observation: str | None = None
+    timing: Json | None = None
     routed_experts: Base64 | None = None
     request: Json | None = None
     response: Json | None = None

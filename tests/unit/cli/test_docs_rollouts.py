@@ -11,6 +11,7 @@ import pytest
 
 from support.cli.run_rollouts import printed
 from support.cli.sample_rollouts import trained_samples
+from support.cli.timed_rollouts import timed_samples
 from tracegrad.store import Store
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "rollouts.md"
@@ -38,15 +39,20 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_every_command_is_shown() -> None:
-    assert {command.split()[0] for command, _ in COMMANDS} == {"ls", "show", "tree", "explain"}
+    assert {command.split()[0] for command, _ in COMMANDS} == {
+        *("ls", "show", "tree", "explain", "time")
+    }
 
 
 @pytest.mark.usefixtures("utc")
-def test_it_prints_what_stands_there(sqlite_url: str) -> None:
-    with Store.open(sqlite_url) as store:
+def test_it_prints_what_stands_there(sqlite_url: str, tmp_path: Path) -> None:
+    timed_url = f"sqlite:///{tmp_path}/timed.db"
+    with Store.open(sqlite_url) as store, Store.open(timed_url) as timed:
         trained_samples(store)
+        timed_samples(timed)
     for command, lines in COMMANDS:
-        text = printed(sqlite_url, *command.split())
+        url = timed_url if command.startswith("time") else sqlite_url
+        text = printed(url, *command.split())
         found = [_AGE.sub(" AGE ", line) for line in text.split("\n")]
         at = 0
         for line in lines:

@@ -1,4 +1,4 @@
-"""`tracegrad rollouts ls | show | tree | explain`."""
+"""`tracegrad rollouts ls | show | tree | explain | time`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from tracegrad.cli.render.explanation import (
     render_explanation,
     render_reason_counts,
 )
+from tracegrad.cli.render.format import one_line
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
 from tracegrad.cli.render.rollout_list import render_rollouts
+from tracegrad.cli.render.rollout_time import render_time, render_times, time_json, times_json
 from tracegrad.cli.render.task_list import render_tasks, task_json
 from tracegrad.cli.render.tree import render_tree, tree_json
 from tracegrad.cli.store_option import (
@@ -28,9 +30,16 @@ from tracegrad.cli.store_option import (
     open_store,
     print_json,
 )
+from tracegrad.inspect.rollout_time import time_of
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
 from tracegrad.store.read.reason_counts import count_reasons
-from tracegrad.store.read.rollouts import RolloutOrder, list_ordered, summarize_tasks
+from tracegrad.store.read.rollout_moments import find_moments, load_moments
+from tracegrad.store.read.rollouts import (
+    RolloutOrder,
+    list_ordered,
+    resolve_rollout,
+    summarize_tasks,
+)
 from tracegrad.store.read.task_titles import load_inputs
 from tracegrad.text_format import format_count
 
@@ -199,3 +208,49 @@ def explain_command(
         screen.print(
             render_reason_counts(counts, screen.width) if counts.rollouts else [_none(which)]
         )
+
+
+@app.command("time")
+@with_rollout_filter
+def time_command(
+    rollout: Annotated[
+        str | None,
+        typer.Argument(metavar="[ID]", help="A rollout's id or its beginning; else all, in sum."),
+    ] = None,
+    store: StoreOption = None,
+    which: RolloutFilter = ALL,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many, the newest.")] = 1000,
+    as_json: JsonOption = False,
+) -> None:
+    """Say where the seconds went: calls, tools, training.
+
+    Without ID: of all rollouts, as shares, means and 95th percentiles.
+    """
+    if rollout is not None and not which.matches_all:
+        raise typer.BadParameter("name a rollout or filter them, not both", param_hint="ID")
+    if rollout is not None:
+        _time_one(store, rollout, as_json=as_json)
+        return
+    with open_store(store) as opened, opened.reading() as connection:
+        # One more than asked for shows whether there are more.
+        found = find_moments(connection, which, limit=limit + 1)
+    times = [time_of(each) for each in found[:limit]]
+    screen = Terminal()
+    if as_json:
+        print_json(times_json(times))
+    elif not times:
+        screen.print([_none(which)])
+    else:
+        screen.print(render_times(times, screen.width, more=len(found) > limit))
+
+
+def _time_one(store: str | None, rollout: str, *, as_json: bool) -> None:
+    with open_store(store) as opened, opened.reading() as connection:
+        [moments] = load_moments(connection, [resolve_rollout(connection, rollout)])
+    time = time_of(moments)
+    if as_json:
+        print_json(time_json(time))
+        return
+    screen = Terminal()
+    title = Text.assemble(("rollout ", "dim"), (one_line(time.rollout_id), "bold cyan"))
+    screen.print(render_time(time, title, screen.width))

@@ -12,6 +12,9 @@ spans, and neither rewards nor ends nor scores are taken from it, in an open pro
 Weight pushes (`/api/push/...`) say which policy version tokens are, and hold everybody's calls:
 they take the control key or the admin key, in the open too.
 
+`/metrics` names no rollout and no model, but counts: it takes the admin key, or a key of its own
+that opens nothing else (`metrics_key`).
+
 A key may come in any of the places where the vendors' clients put theirs.
 """
 
@@ -21,6 +24,7 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
@@ -34,6 +38,7 @@ from tracegrad.protocol import (
     EVENTS_PATH,
     FEEDBACK_PATH,
     KEY_HEADER,
+    METRICS_PATH,
     ROLLOUT_HEADER,
     TRACES_PATH,
 )
@@ -132,10 +137,12 @@ class Authenticator:
         browsers: OriginCheck | None = None,
         *,
         control_key: str | None = None,
+        metrics_key: str | None = None,
     ) -> None:
         self._admin_key = admin_key
         self._admin = hash_key(admin_key) if admin_key is not None else None
         self._control = hash_key(control_key) if control_key is not None else None
+        self._metrics = hash_key(metrics_key) if metrics_key is not None else None
         self._keys = keys
         self._browsers = browsers or OriginCheck()
 
@@ -169,6 +176,13 @@ class Authenticator:
         given = [hash_key(each.key) for each in _presented(headers, query)]
         known = [key for key in (self._control, self._admin) if key is not None]
         return any(hmac.compare_digest(one, key) for one in given for key in known)
+
+    def may_read_metrics(self, headers: Sequence[tuple[bytes, bytes]], query: bytes) -> bool:
+        """Whether the metrics key is among those given; the admin key opens them like all else."""
+        if self._metrics is None:
+            return False
+        given = _presented(headers, query)
+        return any(hmac.compare_digest(hash_key(each.key), self._metrics) for each in given)
 
     def push_refusal(self) -> ApiError:
         """What the refusal says."""
@@ -231,6 +245,7 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         lease = None
+        scope["tracegrad.arrived_at"] = monotonic()
         try:
             scope["tracegrad.caller"] = caller = await self._admitted(scope)
             lease = scope["tracegrad.lease"] = self._bodies.lease(_client(caller, scope))
@@ -251,6 +266,8 @@ class AuthMiddleware:
             return Caller()
         headers, pushes = scope["headers"], path.startswith(_PUSHES)
         if pushes and self._access.may_push(headers, scope["query_string"]):
+            return Caller()
+        if path == METRICS_PATH and self._access.may_read_metrics(headers, scope["query_string"]):
             return Caller()
         caller = await self._access.authenticate(scope["method"], headers, scope["query_string"])
         if pushes and not caller.bound:

@@ -7,7 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
+from time import monotonic
 from typing import Protocol
+
+from cachetools import FIFOCache
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
@@ -15,11 +18,14 @@ from tracegrad.events import REFUSED, Event, Json, RolloutInferred, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
 from tracegrad.proxy.capture.call_index import CallIndex
+from tracegrad.proxy.capture.call_timing import CallTiming, timing_json
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
 from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.http.json_size import count_punctuation, parsed_memory
+from tracegrad.proxy.metrics.call_metrics import count_turns
+from tracegrad.proxy.metrics.counters import ProxyMetrics
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import CachedTurn, TurnReader, cached_turn
@@ -35,6 +41,10 @@ from tracegrad.store.errors import (
 )
 
 log = logging.getLogger("tracegrad.proxy")
+
+# Of so many rollouts, the latest, the seconds of commits wait for the next turn to say them, and of
+# so many turns of each (those of parallel calls).
+_ROLLOUTS_TIMED, _MOST_COMMITS = 4096, 64
 
 
 class EventWriter(Protocol):
@@ -59,15 +69,19 @@ class Recorder:
         *,
         patience_s: float | None = None,
         others: SharedLog | None = None,
+        metrics: ProxyMetrics | None = None,
     ) -> None:
-        """`patience_s`: as `store_async.wait_committed`. `others`: the other workers."""
+        """`patience_s`: as `store_async.wait_committed`. `others`: the other workers. `metrics`:
+        where turns are counted."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
         self._continuation = continuation
         self._traces = traces
         self._redactor = redactor
+        self._metrics = metrics or ProxyMetrics()
         self._failing = False
+        self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(_ROLLOUTS_TIMED)
         self.call_index = CallIndex(others=others)
 
     async def record(
@@ -78,6 +92,7 @@ class Recorder:
         replies: Sequence[SampledCompletion],
         *,
         unknown_version: bool,
+        timing: CallTiming | None = None,
     ) -> list[str]:
         """Commit one turn for each reply; their ids. On return they survive a `kill -9`.
 
@@ -86,7 +101,14 @@ class Recorder:
         """
         try:
             places = await self._places(plan, replies)
-            turns = _turns(call, owner, places, replies, unknown_version=unknown_version)
+            begun_at = monotonic()
+            stages = timing.stages(begun_at) if timing is not None else {}
+            seconds = None
+            if timing is not None:
+                seconds = self._timing_json(stages, timing.held_s, places[0].rollout_id)
+            turns = _turns(
+                call, owner, places, replies, unknown_version=unknown_version, timing=seconds
+            )
             self.call_index.turns_answered(turns, inferred=owner.rollout_id is None)
             inferred = None
             if not owner.is_named:
@@ -101,14 +123,34 @@ class Recorder:
             except RolloutTaken:
                 turns, found = await self._committed_elsewhere(turns, plan)
         except StoreUnavailable as error:
+            self._metrics.add("turns_lost_total", "store_unavailable", number=len(replies))
             raise self.store_unavailable(error) from error
         except StoreError as error:
+            self._metrics.add("turns_lost_total", "refused", number=len(replies))
             log.error("a turn of rollout %s is lost: %s", owner.rollout_id, error)
             raise ApiError(500, f"the turn was refused: {error}", kind="store_error") from error
+        commit_s = monotonic() - begun_at
+        self._note_commit(turns, commit_s)
+        count_turns(self._metrics, turns, plan.reused_tokens)
+        if timing is not None:
+            timing.recorded = {**stages, "commit": commit_s}
         self._traces.add(owner.trace_id, turns[0].rollout_id)
         for turn in found:
             self._continuation.add(turn)
         return [turn.turn_id for turn in turns]
+
+    def _timing_json(self, stages: dict[str, float], held_s: float, rollout_id: str) -> Json:
+        """With how long the rollout's turns before took to be committed: no row can say that of
+        itself."""
+        found = timing_json(stages, held_s)
+        if (before := self._commits.pop(rollout_id, None)) is not None:
+            found["commits"] = before
+        return found
+
+    def _note_commit(self, turns: Sequence[Turn], seconds: float) -> None:
+        known = self._commits.setdefault(turns[0].rollout_id, {})
+        if len(known) < _MOST_COMMITS:
+            known |= {turn.turn_id: round(seconds, 6) for turn in turns}
 
     async def _committed_elsewhere(
         self, turns: Sequence[Turn], plan: ContinuationPlan
@@ -178,12 +220,17 @@ class Recorder:
         return [turn for turn in found if turn is not None and _is_as_it_was(turn)]
 
     async def record_refusal(
-        self, call: Call, owner: CallOwner, plan: ContinuationPlan, reason: str
+        self,
+        call: Call,
+        owner: CallOwner,
+        plan: ContinuationPlan,
+        reason: str,
+        timing: CallTiming | None = None,
     ) -> None:
         """Commit a turn without tokens: the engine would not answer, for this `reason`."""
         refusal = SampledCompletion(finish_reason=REFUSED)
         refusal.discard_tokens(reason)
-        await self.record(call, owner, plan, [refusal], unknown_version=False)
+        await self.record(call, owner, plan, [refusal], unknown_version=False, timing=timing)
 
     async def _places(
         self, plan: ContinuationPlan, replies: Sequence[SampledCompletion]
@@ -232,6 +279,7 @@ def _turns(
     replies: Sequence[SampledCompletion],
     *,
     unknown_version: bool,
+    timing: Json | None,
 ) -> list[Turn]:
     settings = sampling.sampling_params_of(call.body)
     reason = call.untrainable or sampling.untrainable_reason(call.body, settings)
@@ -256,6 +304,7 @@ def _turns(
             response=reply.response or None,
             state_key=owner.state_key,
             observation=observation,
+            timing=timing,
             routed_experts=reply.routed_experts,
         )
         for number, (place, reply) in enumerate(zip(places, replies, strict=True))

@@ -8,6 +8,7 @@ Endpoints are bare ASGI applications: nothing here runs once a token that does n
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from tracegrad.chat.call import Call
 from tracegrad.events import OVER_LENGTH, Json, Turn, new_id
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
+from tracegrad.proxy.capture.call_timing import CallTiming
 from tracegrad.proxy.capture.recorder import Recorder
 from tracegrad.proxy.capture.retry_cache import (
     Fingerprint,
@@ -56,6 +58,8 @@ from tracegrad.proxy.http.request import (
 )
 from tracegrad.proxy.http.request_body import WorkerThreads, lease_of
 from tracegrad.proxy.http.streaming_response import StreamedResponse
+from tracegrad.proxy.metrics.call_metrics import count_call
+from tracegrad.proxy.metrics.counters import ProxyMetrics
 from tracegrad.proxy.prompt_reuse.resolver import ContinuationPlan, PromptReuse
 from tracegrad.store.errors import StoreUnavailable
 
@@ -78,6 +82,7 @@ class ProxyServices:
     workers: WorkerThreads
     rules: RequestRules
     keepalive_s: float
+    metrics: ProxyMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class CallContext:
     headers: Headers  # for the engine
     admission: Admission
     fingerprint: Fingerprint
+    timing: CallTiming
 
 
 class LlmCallEndpoint:
@@ -100,16 +106,31 @@ class LlmCallEndpoint:
         self._services = services
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        timing = CallTiming(scope.get("tracegrad.arrived_at"))
+        metrics = self._services.metrics
+        status = "5xx"  # whatever is no answer and no refusal is a fault of ours
+        metrics.add("calls_in_flight")
         try:
-            response = await self._handle(scope, receive, send)
-        except ApiError as error:
-            response = error.response(self._dialect.error(error))
+            try:
+                response = await self._handle(scope, receive, send, timing)
+                status = "broken" if timing.broken else "2xx"
+            except ApiError as error:
+                status = f"{error.status // 100}xx"
+                response = error.response(self._dialect.error(error))
+            if response is not None:
+                await response(scope, receive, send)
         except ClientDisconnected:
-            return
-        if response is not None:
-            await response(scope, receive, send)
+            status = "aborted"
+        except asyncio.CancelledError:
+            status = "aborted"
+            raise
+        finally:
+            metrics.add("calls_in_flight", number=-1)
+            count_call(metrics, self._dialect.name, status, timing.recorded, timing.first_token_s)
 
-    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> Response | None:
+    async def _handle(
+        self, scope: Scope, receive: Receive, send: Send, timing: CallTiming
+    ) -> Response | None:
         headers = headers_of(scope)
         path = scope["path_params"]
         caller = caller_of(scope)
@@ -139,7 +160,8 @@ class LlmCallEndpoint:
         admission = self._services.gate.admission(plan.rollout_id, streaming=streaming)
         # vLLM makes an answer's id of it, by which feedback finds the turn.
         to_engine = engine_headers(caller) | {"x-request-id": call.turn_id}
-        context = CallContext(call, owner, plan, to_engine, admission, known)
+        timing.streaming = streaming
+        context = CallContext(call, owner, plan, to_engine, admission, known, timing)
         try:
             if call.stream:
                 await self._stream(context, scope, receive, send)
@@ -180,6 +202,7 @@ class LlmCallEndpoint:
         self, call: Call, turns: Sequence[Turn], scope: Scope, send: Send
     ) -> Response | None:
         """What was recorded for the same call: its client did not get it."""
+        self._services.metrics.add("answered_retries_total")
         call = replace(call, turn_id=turns[0].turn_id)
         answer = recorded_answer(turns, call)
         strip_unrequested(answer, call.visible)
@@ -218,7 +241,7 @@ class LlmCallEndpoint:
         try:
             async with (
                 cancel_on_disconnect(receive),
-                admission,
+                _admitted(context),
                 self._engine_response(context) as engine,
             ):
                 if stream is None:
@@ -248,7 +271,7 @@ class LlmCallEndpoint:
             try:
                 async with (
                     cancel_on_disconnect(receive),
-                    context.admission,
+                    _admitted(context),
                     self._engine_response(context) as engine,
                 ):
                     relay = _Relay(stream, context.admission, writer, response)
@@ -256,6 +279,7 @@ class LlmCallEndpoint:
             except ApiError as refusal:
                 if not response.begun:
                     raise
+                context.timing.broken = True
                 self._services.retry_cache.record_failure(context.fingerprint)
                 await response.send(writer.error(refusal), last=True)
                 return
@@ -282,6 +306,7 @@ class LlmCallEndpoint:
         if broken is None:
             await response.send(writer.end(stream.tail), last=True)
             return
+        context.timing.broken = True
         self._services.retry_cache.record_failure(context.fingerprint)
         await response.send(writer.error(broken), last=True)
 
@@ -297,20 +322,24 @@ class LlmCallEndpoint:
             routed_experts_from=context.plan.routed_experts_from,
         )
         body = await self._services.workers.run(call.size, request_body, call, ask)
+        context.timing.asked()
         async with self._services.upstream.request(
             "POST",
             call.path,
             body=body,
             headers=context.headers,
             sticky=context.plan.rollout_id,
+            on_sent=context.timing.sent,
         ) as engine:
             if engine.status == 200:
+                context.timing.answered()
                 yield engine
                 return
             refusal = read_error(engine.status, await engine.read(), engine.headers)
         if refusal.code == CONTEXT_LENGTH_EXCEEDED:
+            context.timing.ended()
             await self._services.recorder.record_refusal(
-                call, context.owner, context.plan, OVER_LENGTH
+                call, context.owner, context.plan, OVER_LENGTH, context.timing
             )
         raise refusal
 
@@ -332,9 +361,25 @@ class LlmCallEndpoint:
             context.plan,
             completions,
             unknown_version=context.admission.version_unknown,
+            timing=context.timing,
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
+
+
+@asynccontextmanager
+async def _admitted(context: CallContext) -> AsyncIterator[None]:
+    """Between the gate and the engine's last word."""
+    timing, gate_held_s = context.timing, context.admission.gate_held_s
+    timing.entered_gate()
+    async with context.admission:
+        timing.admitted()
+        before_s = gate_held_s()
+        try:
+            yield
+        finally:
+            timing.ended()
+            timing.held_s = gate_held_s() - before_s
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:

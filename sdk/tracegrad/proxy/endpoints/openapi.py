@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 
 from tracegrad.events import Json
-from tracegrad.protocol import ROLLOUT_ID_PATTERN, TRACES_PATH
+from tracegrad.protocol import METRICS_PATH, ROLLOUT_ID_PATTERN, TRACES_PATH
 from tracegrad.proxy.endpoints.openapi_schemas import SCHEMAS, STRING, array_of, object_schema
 from tracegrad.proxy.otel.otlp import PROTOBUF
 from tracegrad.store import WriterLoad
@@ -159,6 +159,7 @@ def _complete(document: Json) -> None:
         )
     paths[TRACES_PATH] = {"post": _spans()}
     paths["/healthz"] = {"get": _health()}
+    paths[METRICS_PATH] = {"get": _metrics()}
 
 
 def _operation(call: _Operation, prefix: str) -> Json:
@@ -231,4 +232,13 @@ def _health() -> Json:
         "summary": "Whether the proxy serves",
         "operationId": "get_healthz",
         "responses": {"200": {"description": "It does", "content": {_JSON: {"schema": state}}}},
+    }
+
+
+def _metrics() -> Json:
+    text = {"text/plain": {"schema": STRING}}
+    return {
+        "summary": "Counts of all workers, in Prometheus's text format",
+        "operationId": "get_metrics",
+        "responses": {"200": {"description": "As they are", "content": text}},
     }

@@ -58,6 +58,10 @@ class Admission:
         """The version of tokens that arrive now."""
         return self._gate.note_arrival()
 
+    def gate_held_s(self) -> float:
+        """As `WeightUpdateGate.held_s`."""
+        return self._gate.held_s()
+
     async def __aenter__(self) -> Admission:
         await self._gate.enter(self)
         return self
@@ -86,6 +90,8 @@ class WeightUpdateGate:
         self._arrivals = 0
         self._last_arrival = -SETTLE_S  # by the monotonic clock
         self._held = held
+        self._held_since = time.monotonic()
+        self._held_s = 0.0  # by holds that ended
         self.pushes = held  # whether weights are pushed to the engine
         self._inside: set[Admission] = set()
         self._waiting = FairQueue(max_waiting)
@@ -101,6 +107,15 @@ class WeightUpdateGate:
     @property
     def held(self) -> bool:
         return self._held
+
+    def held_s(self) -> float:
+        """Seconds in which calls were held, since the start."""
+        return self._held_s + (time.monotonic() - self._held_since if self._held else 0.0)
+
+    @property
+    def ended_holds_s(self) -> float:
+        """Seconds of the holds that have ended."""
+        return self._held_s
 
     def state(self) -> dict[str, int | bool]:
         return {
@@ -141,6 +156,8 @@ class WeightUpdateGate:
     async def hold(self, *, ttl_s: float, drain_s: float) -> int:
         """New calls wait. Returns the number of calls inside once those that come in one piece
         have finished, or `drain_s` seconds later. A hold opens by itself after `ttl_s`."""
+        if not self._held:
+            self._held_since = time.monotonic()
         self._held = self.pushes = True
         self._restart_timer(ttl_s)
         if self._whole:
@@ -160,7 +177,7 @@ class WeightUpdateGate:
 
     def release(self) -> None:
         """Waiting calls go on; rollouts take turns, each with its calls in order."""
-        self._held = False
+        self._held_s, self._held = self.held_s(), False
         self._drained.set()
         if self._timer is not None:
             self._timer.cancel()

@@ -85,7 +85,7 @@ class MemoryBudget:
     """Memory in bytes, for one event loop. `share`: the most that one client holds."""
 
     def __init__(self, total: int, *, share: int, wait_s: float = WAIT_S) -> None:
-        self.free = total
+        self.total = self.free = total
         self._share = share
         self._wait_s = wait_s
         self._held: Counter[str] = Counter()
@@ -185,6 +185,10 @@ class BodyReader:
 
     def lease(self, client: str) -> MemoryLease:
         return self._budget.lease(client)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that bodies take now, and that they may take."""
+        return self._budget.total - self._budget.free, self._budget.total
 
     async def read(self, scope: Scope, receive: Receive, lease: MemoryLease) -> Receive:
         """A `receive` that has the whole body in its first message.

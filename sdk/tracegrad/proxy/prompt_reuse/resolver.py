@@ -73,6 +73,11 @@ class ContinuationPlan:
             return 0
         return self.parent.length - 1
 
+    @property
+    def reused_tokens(self) -> int:
+        """The tokens that the engine is given as they were recorded."""
+        return 0 if self.prompt_ids is None or self.parent is None else self.parent.length
+
 
 class PromptReuse:
     """To be used from one event loop.

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tracegrad.events import Json
+from tracegrad.proxy.app import metric_cells
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.protocol import SHUTDOWN_S
 from tracegrad.proxy.shared_counts import SharedCounts
@@ -99,6 +100,7 @@ class Supervisor:
         self._workers = [_Worker(number) for number in range(settings.workers)]
         self._shared = SharedLog(settings.workers)
         self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
+        self._metrics = metric_cells(settings)
         self._writing = os.memfd_create("tracegrad-writing")
         self._requests = GroupRequests(self._send, GateNow(version, settings.held))
         self._unplaced: deque[socket.socket] = deque()
@@ -187,6 +189,7 @@ class Supervisor:
                     self._shared,
                     self._counts,
                     self._writing,
+                    self._metrics,
                 )
             )
             code = 0
@@ -213,6 +216,7 @@ class Supervisor:
         self._cut_off(worker)
         worker.pid = None
         self._counts.reset(worker.number)
+        self._metrics.forget_gauges(worker.number)
         how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
         if worker.ready_at is not None and now - worker.ready_at >= STABLE_S:
             worker.failures = -1

@@ -23,6 +23,7 @@ from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
 from tracegrad.proxy.http.protocol import server_config, tune_gc
+from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
@@ -51,6 +52,7 @@ class Seat:
     shared: SharedLog
     counts: SharedCounts
     writing: int  # a file, for `WriteTurn`
+    metrics: MetricCells
 
 
 class WriteTurn:
@@ -96,6 +98,7 @@ def run_worker(seat: Seat) -> None:
             max_wait_s=settings.max_wait_s,
         )
         gate.pushes = gate.pushes or seat.gate.pushes
+        metrics = ProxyMetrics(seat.metrics, seat.number)
         group = GroupGate(seat.channel.send, gate, writer)
         rows = range(_FIRST_UPSTREAM, upstream_rows(settings.upstreams))
         links = WorkerLinks(
@@ -103,11 +106,12 @@ def run_worker(seat: Seat) -> None:
             in_flight=[seat.counts.count(row, seat.number) for row in rows],
             gate=gate,
             pushes=group,
+            metrics=metrics,
             health=group.health,
         )
         app = create_app(settings, store=store, writer=writer, links=links)
         tune_gc()
-        server = WorkerServer(server_config(app, limits), seat, gate, group)
+        server = WorkerServer(server_config(app, limits), seat, gate, group, metrics)
         # uvicorn passes signals on when it has shut down; the writer and the store come after that.
         _on_signals(server.handle_exit)
         server.run(sockets=[])
@@ -122,9 +126,15 @@ class WorkerServer(uvicorn.Server):
     """Serves the connections that the supervisor hands on."""
 
     def __init__(
-        self, config: uvicorn.Config, seat: Seat, gate: WeightUpdateGate, group: GroupGate
+        self,
+        config: uvicorn.Config,
+        seat: Seat,
+        gate: WeightUpdateGate,
+        group: GroupGate,
+        metrics: ProxyMetrics,
     ) -> None:
         super().__init__(config)
+        self._metrics = metrics
         self._seat = seat
         self._gate = gate
         self._group = group
@@ -148,6 +158,7 @@ class WorkerServer(uvicorn.Server):
         self._seat.channel.flush()
         if counter % _TICKS == 0:
             self._seat.shared.catch_up()
+            self._metrics.sample()  # for whichever worker is asked
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

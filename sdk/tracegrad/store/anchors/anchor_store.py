@@ -298,6 +298,7 @@ def _with_turns(found: RolloutFromAnchor, demonstration: _Demonstration) -> Roll
                 parent_id=ids.get(turn.parent_id or ""),
                 sampling=sampling if before else {**sampling, "taken": False},
                 parent_span_id=None,
+                timing=None,
                 # Nothing goes on from a turn that was not taken.
                 request=turn.request if before else None,
                 response=turn.response if before else None,

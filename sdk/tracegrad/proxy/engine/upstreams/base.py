@@ -45,6 +45,7 @@ class QueueLimits:
 
 Consume = Callable[[bytes], bool]
 Drained = Callable[[], Awaitable[None]]
+OnSent = Callable[[], None]
 
 
 class Body(Protocol):
@@ -121,10 +122,12 @@ class Upstream(Protocol):
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
+        on_sent: OnSent | None = None,
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """The answer, whatever its status. Leaving early hangs up, which ends the work up there.
 
-        `sticky`: the rollout, or None for a call without a name. Raises ApiError.
+        `sticky`: the rollout, or None for a call without a name. `on_sent` is called as a server
+        is asked, once for each that is. Raises ApiError.
         """
         ...
 

@@ -26,6 +26,7 @@ from tracegrad.proxy.engine.upstreams.base import (
     TEXT_ONLY,
     Capabilities,
     IteratedBody,
+    OnSent,
     UpstreamResponse,
     UpstreamTimeouts,
 )
@@ -100,6 +101,7 @@ class LiteLLMUpstream:
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
+        on_sent: OnSent | None = None,
     ) -> AsyncIterator[UpstreamResponse]:
         """As `Upstream.request`. The client's own key goes nowhere: it is this proxy's.
         Raises BadRequest for what litellm cannot be asked, ApiError for the provider's refusal."""
@@ -110,6 +112,8 @@ class LiteLLMUpstream:
             raise BadRequest(
                 f"{path} is not served: litellm is asked for chat completions only", status=404
             )
+        if on_sent is not None:
+            on_sent()
         said = await self._ask(orjson.loads(body or b"{}"))
         if not hasattr(said, "__aiter__"):
             yield _incoming(orjson.dumps(shapes.chat_completion(said.model_dump())))

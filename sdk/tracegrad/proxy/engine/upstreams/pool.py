@@ -15,6 +15,7 @@ from tracegrad.proxy.engine.upstreams.base import (
     TEXT_ONLY,
     VLLM,
     Capabilities,
+    OnSent,
     QueueLimits,
     UpstreamResponse,
     UpstreamTimeouts,
@@ -134,13 +135,16 @@ class UpstreamPool:
         body: bytes | None,
         headers: Mapping[str, str],
         sticky: str | None = None,
+        on_sent: OnSent | None = None,
     ) -> AsyncIterator[UpstreamResponse]:
         """As `Upstream.request`. Raises ApiError: Unavailable when nobody answers in time, 504
         for a silent server, 502 for a broken one."""
         if self._own:
             headers = {**headers, **self._own}
         patience_s = self._queue.max_wait_s
-        replica, response, answer = await self._ask(method, path, body, headers, sticky, patience_s)
+        replica, response, answer = await self._ask(
+            method, path, body, headers, sticky, patience_s, on_sent
+        )
         try:
             async with response:
                 yield answer
@@ -164,6 +168,7 @@ class UpstreamPool:
         headers: Mapping[str, str],
         sticky: str | None,
         patience_s: float,
+        on_sent: OnSent | None = None,
     ) -> tuple[Replica, aiohttp.ClientResponse, UpstreamResponse]:
         deadline: float | None = None
         drops = 0
@@ -174,6 +179,8 @@ class UpstreamPool:
                 deadline = now + patience_s if deadline is None else deadline
                 await self._wait(sticky, deadline - now)
                 continue
+            if on_sent is not None:
+                on_sent()
             try:
                 response, answer = await replica.request(method, path, body, headers)
                 return replica, response, answer

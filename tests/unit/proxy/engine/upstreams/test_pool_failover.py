@@ -227,3 +227,17 @@ async def test_closing_ends_the_looks_and_the_connections(engines: list[RawHttpE
     await pool.close()
     assert looking() == []
     await until(lambda: engines[1].open == 0)
+
+
+async def test_each_attempt_is_said_as_it_is_made(engines: list[RawHttpEngine], pool: Pool) -> None:
+    """What was before the last one is a wait for an engine, and no work of one."""
+    mine = pool(2)
+    engines[0].kill()
+    asked: list[int] = []
+    for _ in range(2):
+        async with mine.request(
+            "POST", CHAT, body=b"{}", headers=JSON, on_sent=lambda: asked.append(len(asked))
+        ) as answer:
+            await answer.read()
+    assert len(asked) in (2, 3), "once for each, and once more for the one that nobody took"
+    assert len(engines[1].asked) == 2

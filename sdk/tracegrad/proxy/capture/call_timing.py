@@ -1,0 +1,105 @@
+"""Where the seconds of one call go: a mark of the monotonic clock between its stages.
+
+Nothing here runs once a token. A stage lasts from its mark to the next one that was reached: of a
+call that ended early the last stage is the one that it was in.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from tracegrad.events import CALL_STAGES, Json
+
+_IN_ONE_PIECE = "inference"
+# Stages in the order of the marks that begin them.
+_STAGES = tuple(stage for stage in CALL_STAGES if stage != _IN_ONE_PIECE)
+
+
+class CallTiming:
+    """Marks in seconds; None: not reached. `streaming`: whether the engine's first token is known
+    from its last. `held_s`: how long of the engine's time weights were being pushed. `recorded`:
+    the call's stages and its commit, once its turns are in the store. `broken`: a stream that had
+    begun ended in an error."""
+
+    __slots__ = (
+        "admitted_at",
+        "arrived_at",
+        "asked_at",
+        "broken",
+        "ended_at",
+        "first_at",
+        "gate_at",
+        "held_s",
+        "recorded",
+        "sent_at",
+        "streaming",
+    )
+
+    def __init__(self, arrived_at: float | None = None) -> None:
+        self.arrived_at = monotonic() if arrived_at is None else arrived_at
+        self.gate_at: float | None = None
+        self.admitted_at: float | None = None
+        self.asked_at: float | None = None
+        self.sent_at: float | None = None
+        self.first_at: float | None = None
+        self.ended_at: float | None = None
+        self.streaming = True
+        self.held_s = 0.0
+        self.recorded: dict[str, float] | None = None
+        self.broken = False
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From the arrival; None: the answer was no stream, or had none."""
+        return None if self.first_at is None else self.first_at - self.arrived_at
+
+    def entered_gate(self) -> None:
+        self.gate_at = monotonic()
+
+    def admitted(self) -> None:
+        self.admitted_at = monotonic()
+
+    def asked(self) -> None:
+        self.asked_at = monotonic()
+
+    def sent(self) -> None:
+        """To a server; again where that one did not answer."""
+        self.sent_at = monotonic()
+
+    def answered(self) -> None:
+        """The first bytes of an answer are here: vLLM's come with the first token."""
+        if self.streaming:
+            self.first_at = monotonic()
+
+    def ended(self) -> None:
+        """The engine has said all, or nobody listens any more; the first time counts."""
+        if self.ended_at is None:
+            self.ended_at = monotonic()
+
+    def stages(self, now: float) -> dict[str, float]:
+        """Seconds by stage (`events.CALL_STAGES`); their sum is the time from arrival to `now`."""
+        marks = (
+            self.arrived_at,
+            self.gate_at,
+            self.admitted_at,
+            self.asked_at,
+            self.sent_at,
+            self.first_at,
+            self.ended_at,
+        )
+        reached = [mark for mark in zip(_STAGES, marks, strict=True) if mark[1] is not None]
+        ends = [*(at for _, at in reached[1:]), now]
+        found = {}
+        for (stage, begin), end in zip(reached, ends, strict=True):
+            if stage == "prefill" and not self.streaming:
+                stage = _IN_ONE_PIECE
+            found[stage] = max(0.0, end - begin)  # type: ignore[operator]
+        return found
+
+
+def timing_json(stages: dict[str, float], held_s: float) -> Json:
+    """As `events.Turn.timing` has it, to the microsecond."""
+    found: Json = {stage: round(seconds, 6) for stage, seconds in stages.items()}
+    if held_s > 0.0:
+        found["held"] = round(held_s, 6)
+    return found

@@ -1,0 +1,1 @@
+"""What the proxy counts, for Prometheus: `GET /metrics`."""
