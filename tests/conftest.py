@@ -9,15 +9,19 @@ import signal
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 _journals = tempfile.mkdtemp(prefix="tracegrad-journals-")
 _numbers = itertools.count()
 
 
 def pytest_configure() -> None:
-    """A shell that runs the tests in its background has them ignore SIGINT; the programs that they
-    start, and then interrupt, would inherit that."""
+    # A shell that runs the tests in its background has them ignore SIGINT; the programs that they
+    # start, and then interrupt, would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # An example that takes long says something of the machine's load; CI's profile has none either.
+    settings.register_profile("unhurried", settings.default, deadline=None)
+    settings.load_profile("unhurried")
     os.environ["TRACEGRAD_JOURNAL"] = _journals
 
 
