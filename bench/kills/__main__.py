@@ -1,0 +1,108 @@
+"""`python -m bench.kills`: the demo's task while its processes are killed at random moments. Writes
+docs/bench-kills.md."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from bench.kills.killer import VICTIMS
+from bench.kills.run import Outcome, run
+from bench.pages import clock, parser_of, publish
+from bench.proxy.machine import description
+from bench.tables import Goal, goal_table, markdown, number
+
+KILLS, QUICK = 100, 6
+
+_HEAD = """# Kills
+
+The shop of `make demo` learns while a process of it is killed with SIGKILL, again and again: vLLM's
+server or engine process, the proxy, a rank, or `trainer serve` itself, which a parent starts again
+and whose port it keeps open, as an init system does. The next kill comes half a second to eight
+seconds after everything is up again. Agents are the demo's: OpenAI's client with its two retries,
+whole answers, and a rollout that meets an error all the same is tried again, up to three times.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of("kills", __doc__, quick=f"{QUICK} kills")
+    parser.add_argument("--kills", type=int, default=None, help=f"default: {KILLS}")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    kills = options.kills or (QUICK if options.quick else KILLS)
+    with tempfile.TemporaryDirectory() as folder:
+        found = run(Path(folder), kills, options.seed, clock())
+    publish(page(found), options)
+    return 0
+
+
+def page(found: Outcome) -> str:
+    parts = [
+        _HEAD,
+        "\n".join(f"- {line}" for line in description(["vllm", "torch"])),
+        f"- {datetime.now(UTC):%Y-%m-%d}, {found.seconds / 60:.0f} minutes of kills",
+        "",
+        goal_table(goals(found)),
+        by_victim(found),
+    ]
+    return "\n".join(parts)
+
+
+def goals(found: Outcome) -> list[Goal]:
+    calls = found.calls
+    made = len(calls.answered) + sum(calls.failed.values())
+    failed = ", ".join(f"{name} {n}" for name, n in calls.failed.items()) or "none"
+    left = sum(found.unfinished.values())
+    return [
+        Goal("kills", f"{KILLS}", f"{len(found.kills)}", len(found.kills) >= KILLS),
+        Goal("calls that failed for an agent", "none", f"{failed}, of {made:,}", not calls.failed),
+        Goal("answers lost", "none", str(found.lost), not found.lost),
+        Goal(
+            "steps in order, each turn trained once",
+            "yes",
+            f"{found.steps} steps",
+            found.numbers_right,
+        ),
+        Goal(
+            "greedy success on held-out tasks",
+            "rises",
+            f"{found.before:.2f} to {found.after:.2f}",
+            found.after > found.before,
+        ),
+        Goal(
+            "a call's latency, median and longest",
+            "latency",
+            f"{number(found.median_s)} s and {number(found.slowest_s)} s; {left} turns not looked"
+            " at in the end",
+            True,
+        ),
+    ]
+
+
+def by_victim(found: Outcome) -> str:
+    rows = []
+    for victim in VICTIMS:
+        of = [kill for kill in found.kills if kill.victim == victim]
+        if not of:
+            continue
+        up = [kill.up_again_s for kill in of]
+        doing = sorted({kill.doing for kill in of})
+        rows.append(
+            [
+                victim,
+                str(len(of)),
+                ", ".join(doing),
+                number(statistics.median(up)),
+                number(max(up)),
+            ]
+        )
+    header = ["victim", "kills", "while the ranks were", "up again, median s", "longest s"]
+    return markdown(header, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Kills a process at a random moment, waits until everything is up again, kills another."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bench.kills.kept_serve import KeptServe
+
+VICTIMS = ("vllm", "engine", "proxy", "rank 0", "rank 1", "serve")
+# Between everything being up and the next kill, seconds: a step and a push of the demo fit in.
+CALM_S = (0.5, 8.0)
+UP_AGAIN_S = 300.0
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    victim: str
+    doing: str  # what the ranks did then
+    up_again_s: float  # until everything was
+
+
+class Killer:
+    """A thread, from `start` until `done`: `kills` of them in all, each victim as often as another,
+    in an order of `seed`'s."""
+
+    def __init__(self, serve: KeptServe, kills: int, seed: int, say: Callable[[str], None]) -> None:
+        self._serve = serve
+        self._random = random.Random(seed)
+        self._order = _rounds(kills, self._random)
+        self._say = say
+        self.kills: list[Kill] = []
+        self.error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="killer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Raises what went wrong: something did not come up again."""
+        if self.error is not None:
+            raise self.error
+        return len(self.kills) == len(self._order)
+
+    def _run(self) -> None:
+        try:
+            for number, victim in enumerate(self._order, start=1):
+                time.sleep(self._random.uniform(*CALM_S))
+                kill = self._kill(victim)
+                self.kills.append(kill)
+                self._say(
+                    f"kill {number} of {len(self._order)}: {victim} while {kill.doing};"
+                    f" everything up again after {kill.up_again_s:.1f} s"
+                )
+        except BaseException as error:
+            self.error = error
+
+    def _kill(self, victim: str) -> Kill:
+        while (pid := self._serve.pid_of(victim)) is None:
+            time.sleep(_POLL_S)
+        doing = self._serve.doing()
+        at = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        # The supervisor notices within its poll; before that everything still seems to be up.
+        self._wait(lambda: self._serve.pid_of(victim) not in (pid, None), at, victim)
+        self._wait(self._serve.is_serving, at, victim)
+        return Kill(victim, doing, time.monotonic() - at)
+
+    def _wait(self, what: Callable[[], bool], since: float, victim: str) -> None:
+        while not what():
+            if time.monotonic() - since > UP_AGAIN_S:
+                raise TimeoutError(f"{victim} was killed, and is not back after {UP_AGAIN_S:.0f} s")
+            time.sleep(_POLL_S)
+
+
+def _rounds(kills: int, rng: random.Random) -> Sequence[str]:
+    order: list[str] = []
+    while len(order) < kills:
+        order += rng.sample(VICTIMS, len(VICTIMS))
+    return order[:kills]

@@ -1,0 +1,162 @@
+"""The demo's task while its processes are killed: what agents saw, what the store has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import func, select
+
+from bench.kills.kept_serve import KeptServe
+from bench.kills.killer import Kill, Killer
+from tracegrad.store import Ledger, Store
+from tracegrad.store.models import TurnLedger, Turns
+
+READY_S = 300.0
+EXAM_TASKS = 100
+# The demo's rate has learnt everything after thirty steps, and groups of equal rewards make none.
+LEARNING_RATE = 1e-4
+
+
+@dataclass(slots=True)
+class Calls:
+    """As agents made them, with the client's own retries (two, as by default)."""
+
+    answered: list[str] = field(default_factory=list)  # answers' ids
+    seconds: list[float] = field(default_factory=list)
+    failed: Counter[str] = field(default_factory=Counter)  # by error
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    kills: Sequence[Kill]
+    calls: Calls
+    before: float  # greedy success
+    after: float
+    steps: int
+    lost: int  # answers that an agent got, and the store does not have
+    unfinished: Mapping[str, int]  # state -> turns, of those that no step has looked at
+    numbers_right: bool  # steps are 1, 2, 3, ..., each turn trained or skipped once
+    seconds: float
+
+    @property
+    def slowest_s(self) -> float:
+        return max(self.calls.seconds, default=0.0)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.calls.seconds)
+
+
+def run(root: Path, kills: int, seed: int, say: Any) -> Outcome:
+    """Raises TimeoutError: something did not come up again."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    shop = import_module("examples.shop.run")
+    screen = import_module("examples.shop.screen").Screen()
+    state_dir = root / "run"
+    plan = shop.Plan(port=0, root=root / "models", state_dir=state_dir, seed=seed)
+    model = shop.warm_up(plan, screen)
+    settings = dict(shop.SERVE) | {"optim.lr": LEARNING_RATE, "max_restarts": 1000}
+    with KeptServe(model, state_dir, settings) as serve:
+        _await(serve.is_serving)
+        os.environ["TRACEGRAD_URL"] = serve.url
+        with Store.open(f"sqlite:///{state_dir}/store.db", create=False) as store:
+            return asyncio.run(_play(shop, serve, store, Killer(serve, kills, seed, say), seed))
+
+
+async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed: int) -> Outcome:
+    drive, tasks = import_module("examples.shop.drive"), import_module("examples.shop.tasks")
+    exam = tasks.exam("held_out", EXAM_TASKS)
+    with _counted() as calls:
+        before = await drive.evaluate(exam, 0.0, "held_out")
+        began = time.monotonic()
+        killer.start()
+
+        def until_done() -> Iterator[Any]:
+            training = tasks.train_tasks(seed)
+            while not killer.done:
+                yield next(training)
+
+        async def permit() -> None:
+            ahead = shop.GROUPS_AHEAD * shop.SAMPLES
+            while Ledger(store).ready({"split": "train"}) >= ahead:
+                if killer.done:
+                    return
+                await asyncio.sleep(0.1)
+
+        async for _ in drive.train(until_done(), samples=shop.SAMPLES, permit=permit):
+            pass
+        seconds = time.monotonic() - began
+        await asyncio.to_thread(_await, lambda: serve.is_serving() and serve.doing() == "waiting")
+        after = await drive.evaluate(exam, 0.0, "held_out")
+    import_module("tracegrad").flush()
+    steps = Ledger(store).steps()
+    counts = store.turn_counts({"split": "train"})
+    return Outcome(
+        kills=killer.kills,
+        calls=calls,
+        before=before.rate,
+        after=after.rate,
+        steps=len(steps),
+        lost=_lost(store, calls.answered),
+        unfinished=counts.pending,
+        numbers_right=[step.step for step in steps] == list(range(1, len(steps) + 1))
+        and _trained(store) == sum(step.metrics["turns_trained"] for step in steps),
+        seconds=seconds,
+    )
+
+
+@contextmanager
+def _counted() -> Iterator[Calls]:
+    """What the shop's agents get from their client."""
+    agent = import_module("examples.shop.agent")
+    completions, calls = agent.client.chat.completions, Calls()
+    create = completions.create
+
+    async def counted(**asked: Any) -> Any:
+        began = time.monotonic()
+        try:
+            answer = await create(**asked)
+        except Exception as error:
+            calls.failed[type(error).__name__] += 1
+            raise
+        calls.seconds.append(time.monotonic() - began)
+        calls.answered.append(answer.id)
+        return answer
+
+    completions.create = counted
+    try:
+        yield calls
+    finally:
+        del completions.create
+
+
+def _lost(store: Store, answers: Sequence[str]) -> int:
+    with store.reading() as connection:
+        known = set(connection.scalars(select(Turns.turn_id)))
+    return sum(answer.removeprefix("chatcmpl-") not in known for answer in answers)
+
+
+def _trained(store: Store) -> int:
+    with store.reading() as connection:
+        return connection.scalar(select(func.count(TurnLedger.step))) or 0
+
+
+def _await(what: Any) -> None:
+    deadline = time.monotonic() + READY_S
+    for _ in count():
+        if what():
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"trainer serve is not ready after {READY_S:.0f} s")
+        time.sleep(0.1)
