@@ -45,10 +45,14 @@ VICTIMS: dict[str, tuple[str, Callable[[TrainerServe], int]]] = {
 }
 
 
-@pytest.mark.parametrize("victim", list(VICTIMS))
+STAGES = ("training", "pushing", "waiting")
+CASES = [(victim, stage) for stage in STAGES for victim in VICTIMS]
+SHORT = [("vllm", "training"), ("proxy", "training"), ("rank 0", "training")]
+
+
 @pytest.mark.parametrize(
-    "stage",
-    ["training", *(pytest.param(s, marks=pytest.mark.slow) for s in ("pushing", "waiting"))],
+    ("victim", "stage"),
+    [pytest.param(*case, marks=[] if case in SHORT else pytest.mark.slow) for case in CASES],
 )
 def test_a_part_that_is_killed_is_started_again(
     run: TrainerServe, crowd: GroupLoad, victim: str, stage: str

@@ -144,6 +144,30 @@ class Stream:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
 
 
+def stopped_half_way(
+    server: VllmServer, pusher: WeightPusher, tokens: int = 500
+) -> tuple[Stream, threading.Thread]:
+    """A stream that the engine was stopped in the middle of. On a loaded machine the engine may be
+    done with it before we have read that it began: then another one."""
+    for _ in range(20):
+        stream = Stream()
+        reader = threading.Thread(target=stream.read, args=(server, tokens))
+        reader.start()
+        deadline = time.monotonic() + 30
+        while len(stream.tokens) < 20 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pusher.stop_engine()
+        read = -1
+        while read < len(stream.tokens):  # what was sampled before the stop is on its way
+            read = len(stream.tokens)
+            time.sleep(0.3)
+        if 20 <= read < tokens:
+            return stream, reader
+        reader.join(60)
+        pusher.wake_engine()
+    raise AssertionError("no stream was met half-way")
+
+
 def test_a_stream_in_flight_goes_on_with_the_new_weights(
     vllm_server: VllmServer,
     model: PreTrainedModel,
@@ -151,17 +175,12 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stream = Stream()
     at_mark: list[int] = []
+    # Before files are written, which may take longer than the stream.
+    stream, reader = stopped_half_way(vllm_server, pusher)
     monkeypatch.setattr(
         pusher._proxy, "set_version", lambda version: at_mark.append(len(stream.tokens))
     )
-    reader = threading.Thread(target=stream.read, args=(vllm_server, 500))
-    reader.start()
-    deadline = time.monotonic() + 30
-    while len(stream.tokens) < 20 and time.monotonic() < deadline:
-        time.sleep(0.001)
-    pusher.stop_engine()  # before files are written, which may take longer than the stream
     pusher.push(1, perturb(model, seed=4).named_parameters())
     reader.join(60)
 
@@ -342,21 +361,14 @@ def test_adapters_are_served_beside_their_model(tiny_model_dir: Path, tmp_path: 
                 pusher.push(2, wrong)
             agrees(process.url, model, SHORT, LONG)
 
-            stream, before = Stream(), copy.deepcopy(model)
-            reader = threading.Thread(target=stream.read, args=(server, 500))
-            reader.start()
-            deadline = time.monotonic() + 30
-            while len(stream.tokens) < 20 and time.monotonic() < deadline:
-                time.sleep(0.001)
-            pusher.stop_engine()
+            before = copy.deepcopy(model)
+            stream, reader = stopped_half_way(server, pusher)
             mark = len(stream.tokens)
             pusher.push(3, lora.adapter_tensors(moved(model, seed=2)))
             reader.join(60)
-            assert 20 <= mark < 400, "the push met the stream half-way"
             assert stream.finish_reason == "length"
             old = reference_logprobs(before, stream.prompt, stream.tokens)
             new = reference_logprobs(model, stream.prompt, stream.tokens)
             compare_logprobs(stream.logprobs[:mark], old[:mark], TOLERANCE)
-            # A token or two may have been on their way to the reader.
-            compare_logprobs(stream.logprobs[mark + 8 :], new[mark + 8 :], TOLERANCE)
+            compare_logprobs(stream.logprobs[mark:], new[mark:], TOLERANCE)
             agrees(process.url, model, SHORT, LONG)

@@ -47,7 +47,7 @@ def test_what_did_not_change_is_not_pushed() -> None:
     pushes: list[bool] = []
     worker.training = Training()  # type: ignore[assignment]
     worker.publisher = SimpleNamespace(engine_stopped=nullcontext)  # type: ignore[assignment]
-    worker._await_endpoints = lambda: None  # type: ignore[method-assign]
+    worker._check_endpoints = lambda: None  # type: ignore[method-assign]
     worker._publish = lambda: pushes.append(worker.training.policy_moved)  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tracegrad_trainer.rl.serve_worker.run_on_rank_zero", lambda work: work())
