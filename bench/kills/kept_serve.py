@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -15,7 +16,6 @@ from typing import Any
 
 import psutil
 
-from tracegrad.proxy.http.listener import listen
 from tracegrad_trainer.launch.run_state import read_state
 
 # The shell is replaced by the command, so that LISTEN_PID is the command's.
@@ -27,21 +27,23 @@ _POLL_S = 0.1
 class KeptServe:
     """A context; `pid` is the present one's."""
 
-    def __init__(self, model: Path, state_dir: Path, settings: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        model: Path,
+        state_dir: Path,
+        settings: Mapping[str, object],
+    ) -> None:
         self.state_dir = state_dir
-        self._listener = listen("127.0.0.1", 0, if_taken="")
-        self.port: int = self._listener.getsockname()[1]
-        every = {"model": model, "state_dir": state_dir, "proxy.port": self.port, **settings}
+        self._listener = listener
+        port = listener.getsockname()[1]
+        every = {"model": model, "state_dir": state_dir, "proxy.port": port, **settings}
         sets = [f"--set={name}={value}" for name, value in every.items()]
         command = [sys.executable, "-m", "tracegrad_trainer", "serve", *sets]
         self._command = ["sh", "-c", _START, str(self._listener.fileno()), *command]
         self.ends: list[int] = []  # exit codes
         self._ending = False
         self._watch = threading.Thread(target=self._keep, name="kept-serve", daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
@@ -61,7 +63,6 @@ class KeptServe:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._listener.close()
 
     def is_serving(self) -> bool:
         """Whether everything is up."""
@@ -69,6 +70,12 @@ class KeptServe:
         parts: dict[str, Any] = state.get("parts", {})
         up = all(part["up"] for part in parts.values())
         return state.get("pid") == self.pid and state.get("stage") == "serving" and up
+
+    def starts(self) -> tuple[int, int]:
+        """Of `trainer serve`, and of its parts since then: another pair than before says that a
+        kill was noticed."""
+        parts: dict[str, Any] = self._state().get("parts", {})
+        return len(self.ends), sum(part["restarts"] for part in parts.values())
 
     def doing(self) -> str:
         """What the ranks do now."""

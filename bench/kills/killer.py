@@ -65,11 +65,11 @@ class Killer:
     def _kill(self, victim: str) -> Kill:
         while (pid := self._serve.pid_of(victim)) is None:
             time.sleep(_POLL_S)
-        doing = self._serve.doing()
+        doing, starts = self._serve.doing(), self._serve.starts()
         at = time.monotonic()
         os.kill(pid, signal.SIGKILL)
-        # The supervisor notices within its poll; before that everything still seems to be up.
-        self._wait(lambda: self._serve.pid_of(victim) not in (pid, None), at, victim)
+        # Before it is noticed everything still seems to be up.
+        self._wait(lambda: self._serve.starts() != starts, at, victim)
         self._wait(self._serve.is_serving, at, victim)
         return Kill(victim, doing, time.monotonic() - at)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import statistics
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from sqlalchemy import func, select
 
 from bench.kills.kept_serve import KeptServe
 from bench.kills.killer import Kill, Killer
+from tracegrad.proxy.http.listener import listen
 from tracegrad.store import Ledger, Store
 from tracegrad.store.models import TurnLedger, Turns
 
@@ -61,15 +63,21 @@ class Outcome:
 def run(root: Path, kills: int, seed: int, say: Any) -> Outcome:
     """Raises TimeoutError: something did not come up again."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with listen("127.0.0.1", 0, if_taken="") as listener:
+        # Before the shop's agent is imported, which makes its client then.
+        os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        return _run(listener, root, kills, seed, say)
+
+
+def _run(listener: socket.socket, root: Path, kills: int, seed: int, say: Any) -> Outcome:
     shop = import_module("examples.shop.run")
     screen = import_module("examples.shop.screen").Screen()
     state_dir = root / "run"
     plan = shop.Plan(port=0, root=root / "models", state_dir=state_dir, seed=seed)
     model = shop.warm_up(plan, screen)
     settings = dict(shop.SERVE) | {"optim.lr": LEARNING_RATE, "max_restarts": 1000}
-    with KeptServe(model, state_dir, settings) as serve:
+    with KeptServe(listener, model, state_dir, settings) as serve:
         _await(serve.is_serving)
-        os.environ["TRACEGRAD_URL"] = serve.url
         with Store.open(f"sqlite:///{state_dir}/store.db", create=False) as store:
             return asyncio.run(_play(shop, serve, store, Killer(serve, kills, seed, say), seed))
 
