@@ -65,9 +65,9 @@ from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_re
 
 # A start takes at most so long, and what reading the weights from a slow disk takes besides.
 READY_TIMEOUT_S = 900.0
+SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
 PUSHED_STAGES = ("waiting", "training", "saving")
-SLOW_READ = 100 << 20  # bytes a second
 
 
 class NothingToDo(Exception):

@@ -53,14 +53,22 @@ class CallTiming:
         """From the arrival; None: the answer was no stream, or had none."""
         return None if self.first_at is None else self.first_at - self.arrived_at
 
+    def begin_again(self) -> None:
+        """An engine died in the middle of its answer, and another one is asked: until it is, the
+        call waits for an engine."""
+        self.first_at = self.ended_at = None
+
     def entered_gate(self) -> None:
-        self.gate_at = monotonic()
+        if self.gate_at is None:
+            self.gate_at = monotonic()
 
     def admitted(self) -> None:
-        self.admitted_at = monotonic()
+        if self.admitted_at is None:
+            self.admitted_at = monotonic()
 
     def asked(self) -> None:
-        self.asked_at = monotonic()
+        if self.asked_at is None:
+            self.asked_at = monotonic()
 
     def sent(self) -> None:
         """To a server; again where that one did not answer."""

@@ -224,6 +224,7 @@ class LlmCallEndpoint:
             return context, await self._complete(context, receive)
         except EngineDied as error:
             log.warning("a call is made again: %s", error.message)
+        context.timing.begin_again()
         call = replace(context.call, turn_id=new_id())
         streaming = context.admission.streaming
         again = replace(

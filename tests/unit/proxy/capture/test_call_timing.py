@@ -70,6 +70,17 @@ def test_an_answer_in_one_piece_has_one_stage() -> None:
 
 
 @pytest.mark.usefixtures("ticking")
+def test_an_engine_that_died_in_its_answer_was_waited_for() -> None:
+    timing = CallTiming(0.0)
+    for mark in (*MARKS, "begin_again", *MARKS):
+        getattr(timing, mark)()
+    found = timing.stages(300.0)
+    assert (found["gate"], found["encode"], found["queue"]) == (1.0, 2.0, 64.0 - 4.0)
+    assert (found["prefill"], found["decode"], found["finish"]) == (64.0, 128.0, 44.0)
+    assert math.fsum(found.values()) == 300.0
+
+
+@pytest.mark.usefixtures("ticking")
 def test_the_attempt_that_was_answered_ends_the_queue() -> None:
     found = marked("entered_gate", "admitted", "asked", "sent", "sent", "sent", "answered", "ended")
     assert found["queue"] == 32.0 - 4.0

@@ -154,6 +154,9 @@ def test_an_engine_that_dies_in_a_whole_answer_is_asked_again(
     assert whole.untrainable is None
     assert whole.completion_token_ids.tolist() == said.token_ids
     assert answer["id"] == f"chatcmpl-{whole.turn_id}"
+    assert broken.timing is not None
+    assert whole.timing is not None
+    assert whole.timing["queue"] > broken.timing["decode"], "the first attempt's time is in it"
     assert rig.http.get("/api/push").json()["in_flight"] == 0
 
 

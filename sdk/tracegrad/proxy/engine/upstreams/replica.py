@@ -25,7 +25,7 @@ MAX_PROBE_INTERVAL_S = 2.0
 
 PROBE_TIMEOUT_S = 5.0
 
-RESTARTED = "it was restarted, and has the weights of its start until the next push"
+RESTARTED = "it was restarted, and has the weights of its start until it is given others"
 
 Admit = Callable[[str], Awaitable[bool]]
 WasRestarted = Callable[[str], Awaitable[bool]]
