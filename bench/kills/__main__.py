@@ -16,13 +16,14 @@ from bench.pages import clock, parser_of, publish
 from bench.proxy.machine import description
 from bench.tables import Goal, goal_table, markdown, number
 
-KILLS, QUICK = 100, 6
+KILLS, QUICK = 105, 7
 
 _HEAD = """# Kills
 
 The shop of `make demo` learns while a process of it is killed with SIGKILL, again and again: vLLM's
-server or engine process, the proxy, a rank, or `trainer serve` itself, which a parent starts again
-and whose port it keeps open, as an init system does. The next kill comes half a second to eight
+server or engine process, the proxy, a rank, the PostgreSQL server of the store (with all its
+processes, and started again at once), or `trainer serve` itself, which a parent starts again and
+whose port it keeps open, as an init system does. The next kill comes half a second to eight
 seconds after everything is up again. Agents are the demo's: OpenAI's client with its two retries,
 whole answers, and a rollout that meets an error all the same is tried again, up to three times.
 """

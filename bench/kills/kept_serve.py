@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests.support.store import postgres_crash
 
 from tracegrad_trainer.launch.run_state import read_state
 
@@ -33,7 +34,10 @@ class KeptServe:
         model: Path,
         state_dir: Path,
         settings: Mapping[str, object],
+        database: postgres_crash.Crashing,
     ) -> None:
+        """`database`: the store's server."""
+        self.database = database
         self.state_dir = state_dir
         self._listener = listener
         port = listener.getsockname()[1]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from bench.kills.kept_serve import KeptServe
 
-VICTIMS = ("vllm", "engine", "proxy", "rank 0", "rank 1", "serve")
+VICTIMS = ("vllm", "engine", "proxy", "rank 0", "rank 1", "serve", "postgresql")
 # Between everything being up and the next kill, seconds: a step and a push of the demo fit in.
 CALM_S = (0.5, 8.0)
 UP_AGAIN_S = 300.0
@@ -30,8 +30,17 @@ class Killer:
     """A thread, from `start` until `done`: `kills` of them in all, each victim as often as another,
     in an order of `seed`'s."""
 
-    def __init__(self, serve: KeptServe, kills: int, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        serve: KeptServe,
+        steps: Callable[[], int],
+        kills: int,
+        seed: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """`steps`: how many are committed."""
         self._serve = serve
+        self._steps = steps
         self._random = random.Random(seed)
         self._order = _rounds(kills, self._random)
         self._say = say
@@ -63,6 +72,8 @@ class Killer:
             self.error = error
 
     def _kill(self, victim: str) -> Kill:
+        if victim == "postgresql":
+            return self._kill_database()
         while (pid := self._serve.pid_of(victim)) is None:
             time.sleep(_POLL_S)
         doing, starts = self._serve.doing(), self._serve.starts()
@@ -72,6 +83,17 @@ class Killer:
         self._wait(lambda: self._serve.starts() != starts, at, victim)
         self._wait(self._serve.is_serving, at, victim)
         return Kill(victim, doing, time.monotonic() - at)
+
+    def _kill_database(self) -> Kill:
+        """It is started again at once, as by an init system."""
+        doing, steps = self._serve.doing(), self._steps()
+        at = time.monotonic()
+        self._serve.database.kill()
+        self._serve.database.start()
+        # Ranks that find it gone are started again: all is up that has made a step since.
+        self._wait(lambda: self._steps() > steps, at, "postgresql")
+        self._wait(self._serve.is_serving, at, "postgresql")
+        return Kill("postgresql", doing, time.monotonic() - at)
 
     def _wait(self, what: Callable[[], bool], since: float, victim: str) -> None:
         while not what():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import socket
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import func, select
+from tests.support.store import postgres_crash
 
 from bench.kills.kept_serve import KeptServe
 from bench.kills.killer import Kill, Killer
 from tracegrad.proxy.http.listener import listen
-from tracegrad.store import Ledger, Store
+from tracegrad.store import Ledger, Store, StoreLost
 from tracegrad.store.models import TurnLedger, Turns
 
 READY_S = 300.0
@@ -76,10 +78,14 @@ def _run(listener: socket.socket, root: Path, kills: int, seed: int, say: Any) -
     plan = shop.Plan(port=0, root=root / "models", state_dir=state_dir, seed=seed)
     model = shop.warm_up(plan, screen)
     settings = dict(shop.SERVE) | {"optim.lr": LEARNING_RATE, "max_restarts": 1000}
-    with KeptServe(listener, model, state_dir, settings) as serve:
-        _await(serve.is_serving)
-        with Store.open(f"sqlite:///{state_dir}/store.db", create=False) as store:
-            return asyncio.run(_play(shop, serve, store, Killer(serve, kills, seed, say), seed))
+    with postgres_crash.crashing() as database:
+        url = database.server.new_database()
+        settings["proxy.store"] = url
+        with KeptServe(listener, model, state_dir, settings, database) as serve:
+            _await(serve.is_serving)
+            with Store.open(url, create=False) as store:
+                killer = Killer(serve, lambda: _steps(store), kills, seed, say)
+                return asyncio.run(_play(shop, serve, store, killer, seed))
 
 
 async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed: int) -> Outcome:
@@ -97,7 +103,7 @@ async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed:
 
         async def permit() -> None:
             ahead = shop.GROUPS_AHEAD * shop.SAMPLES
-            while Ledger(store).ready({"split": "train"}) >= ahead:
+            while _ready(store) >= ahead:
                 if killer.done:
                     return
                 await asyncio.sleep(0.1)
@@ -147,6 +153,19 @@ def _counted() -> Iterator[Calls]:
         yield calls
     finally:
         del completions.create
+
+
+def _steps(store: Store) -> int:
+    last = Ledger(store).last_step()
+    return 0 if last is None else last.step
+
+
+def _ready(store: Store) -> int:
+    """Rollouts that wait to be trained. While the store's server is away nobody makes more."""
+    try:
+        return Ledger(store).ready({"split": "train"})
+    except StoreLost:
+        return sys.maxsize
 
 
 def _lost(store: Store, answers: Sequence[str]) -> int:

@@ -101,6 +101,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     from tracegrad.proxy.app import create_app
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config, tune_gc
+    from tracegrad.proxy.store_async import RECONNECT_S
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     if settings.workers > 1 and sys.platform != "linux":
@@ -119,7 +120,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
     _warn_of_few_files(connections, settings)
-    with store, GroupCommitWriter(store) as writer:
+    with store, GroupCommitWriter(store, reconnect_s=RECONNECT_S) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
         print(_first_line(settings, listener, store), flush=True)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
+from time import monotonic
 from typing import ParamSpec, TypeVar
 
 from tracegrad.store import Submission
 from tracegrad.store.databases import BUSY_TIMEOUT_S
-from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.errors import StoreLost, StoreUnavailable
 
 # A little more than the store itself waits for others: what it says of them is worth more. Beyond
 # that it is a server that hangs, or writes that wait behind others which wait.
 STORE_TIMEOUT_S = BUSY_TIMEOUT_S + 5.0
+# A server that is started again is back by then: calls wait for it, and are no errors.
+RECONNECT_S = 15.0
+_RECONNECT_EVERY_S = 0.25
 # More for a commit that was sent already: whether it is stored is then not ours to say.
 COMMIT_TIMEOUT_S = 5.0
 
@@ -21,8 +26,20 @@ T = TypeVar("T")
 
 
 async def run_in_thread(method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
-    """What a method of the store returns. Raises what it raises, and as `within_store_timeout`."""
-    return await within_store_timeout(asyncio.to_thread(method, *args, **more))
+    """What a method of the store returns; it is asked again for RECONNECT_S while the store's
+    server is gone. Raises what it raises, and as `within_store_timeout`."""
+    return await within_store_timeout(_reconnecting(partial(method, *args, **more)))
+
+
+async def _reconnecting(method: Callable[[], T]) -> T:
+    deadline = monotonic() + RECONNECT_S
+    while True:
+        try:
+            return await asyncio.to_thread(method)
+        except StoreLost:
+            if monotonic() > deadline:
+                raise
+        await asyncio.sleep(_RECONNECT_EVERY_S)
 
 
 async def within_store_timeout(answer: Awaitable[T]) -> T:

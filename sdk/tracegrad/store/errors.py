@@ -15,6 +15,10 @@ class StoreUnavailable(StoreError):
     """
 
 
+class StoreLost(StoreUnavailable):
+    """The server of the store is gone, or starts: it is likely to be back soon."""
+
+
 class StoreBusy(StoreUnavailable):
     """Too much waits to be written already: this was not even queued."""
 

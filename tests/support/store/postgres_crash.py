@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from support.store import postgres_server
+from . import postgres_server
 
 _GONE_S = 20.0
 
@@ -67,5 +67,5 @@ def crashing(*, durable: bool = True) -> Iterator[Crashing]:
 
 def _runs(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False

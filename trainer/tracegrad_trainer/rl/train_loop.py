@@ -11,13 +11,14 @@ then it is *pending* (`pending_steps`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal
 
 import torch.distributed as dist
 
-from tracegrad.store import Store, StoreError
+from tracegrad.store import Store, StoreError, StoreLost
 from tracegrad_trainer.batches import Row
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import (
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 # without one wait for long; nothing; end.
 NextAction = Literal["train", "commit", "save", "idle", "stop"]
 
+_STORE_POLL_S = 1.0
+
 
 class TrainLoop:
     """One rank. Only rank 0 has a coordinator, a store and a state file."""
@@ -82,7 +85,7 @@ class TrainLoop:
         if is_rank_zero():
             self.state = RunState(settings.state_dir, "ranks")
             self.report_stage("starting")
-            self.store = stack.enter_context(Store.open(settings.proxy.store))
+            self.store = stack.enter_context(self._open_store())
             self.sinks = MetricSinks.open(settings.metrics, settings.state_dir)
             stack.callback(self.sinks.close)
         # Before it is read: who replaces it meanwhile is found out at the next start.
@@ -101,6 +104,18 @@ class TrainLoop:
             stack.callback(lambda: self.leading.leases.close())
         self.pending = PendingSteps(settings, self.coordinator, self.sinks)
         stack.callback(self._release)
+
+    def _open_store(self) -> Store:
+        """Once its server answers; who started us found that it does. Raises StoreError."""
+        while True:
+            try:
+                return Store.open(self.settings.proxy.store)
+            except StoreLost as error:
+                if self.stopping():
+                    raise
+                logger.warning("waiting for the store: %s", error)
+                self.report_stage("waiting for the store")
+            time.sleep(_STORE_POLL_S)
 
     def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:

@@ -23,7 +23,7 @@ from tracegrad.proxy.prompt_reuse.conversation_hash import (
     hash_conversation,
 )
 from tracegrad.proxy.shared_log import SharedLog
-from tracegrad.proxy.store_async import within_store_timeout
+from tracegrad.proxy.store_async import run_in_thread, within_store_timeout
 
 # What Python needs around the tokens themselves.
 _TURN_BYTES = 1700
@@ -272,7 +272,7 @@ class TurnTreeCache:
 
     async def _load(self, rollout_id: str, tree: _Tree) -> None:
         try:
-            stored = await asyncio.to_thread(self._read, rollout_id)
+            stored = await run_in_thread(self._read, rollout_id)
         except BaseException:
             tree.loading = None
             raise

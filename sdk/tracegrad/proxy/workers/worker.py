@@ -26,6 +26,7 @@ from tracegrad.proxy.http.protocol import server_config, tune_gc
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
+from tracegrad.proxy.store_async import RECONNECT_S
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_gate import GroupGate
 from tracegrad.proxy.workers.group_requests import GateNow
@@ -90,7 +91,7 @@ def run_worker(seat: Seat) -> None:
     limits = ConnectionLimits.of(settings)
     limits = replace(limits, connections=raise_file_limit(limits.connections))
     turn = WriteTurn(seat.writing) if store.database.url.get_backend_name() == "sqlite" else None
-    with store, GroupCommitWriter(store, turn=turn) as writer:
+    with store, GroupCommitWriter(store, turn=turn, reconnect_s=RECONNECT_S) as writer:
         gate = WeightUpdateGate(
             seat.gate.version,
             held=seat.gate.held_for(time.monotonic()) is not None,

@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func,
 
 from tracegrad.store.databases.base import Conflict, Database, json_text
 from tracegrad.store.databases.postgresql_fixes import fix_for
-from tracegrad.store.errors import StoreUnavailable
+from tracegrad.store.errors import StoreLost, StoreUnavailable
 
 # Any number that other users of the same database are unlikely to choose: "tracegra".
 _EXCLUSIVE = int.from_bytes(b"tracegra", "big")
@@ -41,6 +41,8 @@ _SERVERS = (
     *("53", "55006", "55P03", "57", "58", "F0", "XX"),
 )
 _CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
+# Of connections, and of a server that ends, crashed, or starts.
+_LOST = ("08", "57P01", "57P02", "57P03")
 
 _SETTINGS = """
 SELECT set_config('lock_timeout', %s, false),
@@ -140,4 +142,7 @@ class PostgreSQL(Database):
         reason = getattr(error.orig, "diag", None)
         message = (reason and reason.message_primary) or str(error.orig)
         line = self.line(message + fix_for(message, self.url))
-        return Conflict(line) if state in _CONFLICTS else StoreUnavailable(line)
+        if state in _CONFLICTS:
+            return Conflict(line)
+        lost = state is None or state.startswith(_LOST)
+        return StoreLost(line) if lost else StoreUnavailable(line)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from sqlalchemy import Connection
 
 from tracegrad.events import Event, Turn
-from tracegrad.store.errors import StoreBusy, StoreUnavailable
+from tracegrad.store.errors import StoreBusy, StoreLost, StoreUnavailable
 from tracegrad.store.write.events import clear_unacknowledged, mark_unacknowledged
 
 log = logging.getLogger("tracegrad.store")
@@ -43,6 +44,8 @@ MAX_SUBMISSIONS = 4096
 MAX_BYTES = 256 << 20
 # Between two attempts to mark turns of which nobody knows whether they are stored.
 _UNCERTAIN_RETRY_S = 0.5
+# Between two attempts to write a batch whose server is gone.
+_RECONNECT_EVERY_S = 0.25
 # For `estimate_bytes`: of a value that holds no text; and of an event with more values than are
 # looked at.
 _VALUE = 64
@@ -129,11 +132,14 @@ class GroupCommitWriter:
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
         turn: AbstractContextManager[object] | None = None,
+        reconnect_s: float = 0.0,
     ) -> None:
         """`max_submissions` and `max_bytes` (estimated) bound what waits or is being written; a
         single submission may be larger. `turn` is taken for every transaction, by writers of one
-        store that take turns: what comes while one waits for its turn goes along."""
+        store that take turns: what comes while one waits for its turn goes along. `reconnect_s`: a
+        batch is written again for so long while the store's server is gone, before it fails."""
         self._store = store
+        self._reconnect_s = reconnect_s
         self._turn = turn or nullcontext()
         self._without_turn = False
         self._max_submissions, self._max_bytes = max_submissions, max_bytes
@@ -270,10 +276,8 @@ class GroupCommitWriter:
         return batch, False
 
     def _write(self, batch: list[Submission]) -> None:
-        self._sent = set()
-        events = [event for submission in batch for event in submission.events]
         try:
-            self._store.append(events, before_commit=partial(self._before_commit, batch))
+            self._append(batch)
         except Exception as error:
             # A store that cannot be written fails each of them; a bad event only its own.
             if len(batch) > 1 and not isinstance(error, StoreUnavailable):
@@ -283,6 +287,36 @@ class GroupCommitWriter:
                 self._failed(batch, error)
         else:
             self._committed(batch)
+
+    def _append(self, batch: list[Submission]) -> None:
+        """Again while the server is gone; the batch loses those whose callers give up meanwhile. A
+        commit that the server's end cut off may be stored: the same events again are no others."""
+        deadline = time.monotonic() + self._reconnect_s
+        while batch:
+            self._sent = set()
+            events = [event for submission in batch for event in submission.events]
+            try:
+                self._store.append(events, before_commit=partial(self._before_commit, batch))
+                return
+            except StoreLost as error:
+                if time.monotonic() > deadline:
+                    raise
+                self._doubtful |= self._sent
+                time.sleep(_RECONNECT_EVERY_S)
+                batch[:] = self._still_wanted(batch, error)
+
+    def _still_wanted(self, batch: list[Submission], error: StoreLost) -> list[Submission]:
+        """The others fail."""
+        with self._lock:
+            wanted: list[Submission] = []
+            given_up: list[Submission] = []
+            for submission in batch:
+                over = submission._given_up or submission._stage is _Stage.WITHDRAWN
+                (given_up if over else wanted).append(submission)
+            for submission in wanted:
+                submission._stage = _Stage.WRITING
+        self._failed(given_up, error)
+        return wanted
 
     def _write_alone(self, submission: Submission) -> None:
         with self._lock:
