@@ -37,6 +37,7 @@ from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
+from tracegrad_trainer.guards.config import GuardSettings
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED, WEIGHTS
@@ -219,6 +220,7 @@ class TrainerSettings(FileSettings):
     fsdp: FsdpSettings = FsdpSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     rewards: RewardSettings = RewardSettings()
+    guards: GuardSettings = GuardSettings()
     push: PushSettings = PushSettings()
     metrics: MetricsSettings = MetricsSettings()
 

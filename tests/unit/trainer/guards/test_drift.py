@@ -1,0 +1,123 @@
+"""Guards over rollouts: which hack raises which alarm, and that clean traffic raises none."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from tracegrad_trainer.guards import Alarm, DriftGuards, GuardSettings
+from tracegrad_trainer.guards.behaviour import Behaviour
+from tracegrad_trainer.guards.drift import ObservedRollout
+
+GROUP = 8
+
+
+def clean(draw: random.Random) -> Behaviour:
+    """Of an agent that now and then does each of it."""
+    return Behaviour(
+        invalid_tool_calls=draw.random() < 0.05,
+        no_ops=draw.random() < 0.05,
+        questions=draw.random() < 0.1,
+        refusals=draw.random() < 0.02,
+        reply_tokens=round(draw.lognormvariate(4, 0.5)),
+    )
+
+
+def traffic(
+    draw: random.Random, groups: int, *, first: int = 0, hack: str | None = None, share: float = 0.7
+) -> Iterator[list[ObservedRollout]]:
+    """Sixteen groups a version; with `hack` that share of its rollouts does it."""
+    for number in range(first, first + groups):
+        group = []
+        for _ in range(GROUP):
+            one = clean(draw)
+            if hack is not None and draw.random() < share:
+                one = hacked(one, hack)
+            reward = float(draw.random() < (0.0 if hack == "unsolved" else 0.4))
+            group.append(ObservedRollout(one, number // 16, reward))
+        yield group
+
+
+def hacked(one: Behaviour, hack: str) -> Behaviour:
+    if hack == "long_replies":
+        return Behaviour(*(getattr(one, n) for n in one.__slots__[:-1]), one.reply_tokens * 40)
+    if hack == "short_replies":
+        return Behaviour(*(getattr(one, n) for n in one.__slots__[:-1]), 1)
+    if hack == "unsolved":
+        return one
+    return Behaviour(**{n: getattr(one, n) for n in one.__slots__} | {hack: True})
+
+
+def first_alarms(guards: DriftGuards, groups: Iterator[list[ObservedRollout]]) -> list[Alarm]:
+    return next((found for group in groups if (found := guards.observe([group]))), [])
+
+
+@pytest.mark.parametrize(
+    "hack",
+    [
+        *("invalid_tool_calls", "no_ops", "questions", "refusals"),
+        *("long_replies", "short_replies", "unsolved"),
+    ],
+)
+def test_each_hack_raises_its_own_alarm(hack: str) -> None:
+    draw = random.Random(4)
+    guards = DriftGuards(GuardSettings())
+    assert not first_alarms(guards, traffic(draw, 320))
+    [alarm] = first_alarms(guards, traffic(draw, 160, first=320, hack=hack))
+    assert alarm.signal == hack
+    assert alarm.last_good is not None
+    assert 18 <= alarm.last_good <= 20  # the hack began with version 20
+    assert f"since version {alarm.last_good + 1}" in alarm.message
+
+
+def test_ten_clean_runs_raise_none() -> None:
+    for seed in range(10):
+        assert not first_alarms(DriftGuards(GuardSettings()), traffic(random.Random(seed), 400))
+
+
+def test_after_an_alarm_the_signal_begins_anew() -> None:
+    draw = random.Random(5)
+    guards = DriftGuards(GuardSettings())
+    first_alarms(guards, traffic(draw, 40))
+    assert first_alarms(guards, traffic(draw, 40, first=40, hack="questions"))
+    # Somebody let it go on: what is usual now raises no alarm.
+    assert not first_alarms(guards, traffic(draw, 100, first=80, hack="questions"))
+
+
+def test_only_what_is_watched() -> None:
+    draw = random.Random(6)
+    guards = DriftGuards(GuardSettings(watch=("refusals",)))
+    first_alarms(guards, traffic(draw, 40))
+    assert not first_alarms(guards, traffic(draw, 40, first=40, hack="questions"))
+    assert set(guards.shares()) == {"refusals"}
+
+
+def test_state_goes_on_where_it_was() -> None:
+    whole, first = DriftGuards(GuardSettings()), DriftGuards(GuardSettings())
+    before = list(traffic(random.Random(7), 30))
+    after = list(traffic(random.Random(8), 30, first=30, hack="no_ops"))
+    for group in before:
+        whole.observe([group])
+        first.observe([group])
+    second = DriftGuards(GuardSettings())
+    second.restore(json.loads(json.dumps(first.state())))
+    assert first_alarms(second, iter(after)) == first_alarms(whole, iter(after)) != []
+
+
+def test_limits_on_a_steps_own_figures() -> None:
+    guards = DriftGuards(GuardSettings(min_entropy=0.1, max_kl=0.5))
+    assert not guards.check_step(0.2, 0.4)
+    assert not guards.check_step(None, None)
+    low, high = guards.check_step(0.05, 0.6)
+    assert low.message == "entropy: 0.05 nats a token, below guards.min_entropy = 0.1"
+    assert high.message == "kl: 0.6 nats a token, above guards.max_kl = 0.5"
+
+
+def test_settings_name_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match=r"'\(' is no regular expression"):
+        GuardSettings(refusals=("(",))
+    with pytest.raises(ValueError, match="watch"):
+        GuardSettings(watch=("hacks",))  # type: ignore[arg-type]

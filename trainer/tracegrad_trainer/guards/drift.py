@@ -1,0 +1,133 @@
+"""Guards over the rollouts that training is about to use, in the order in which it uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tracegrad.events import Json
+from tracegrad_trainer.guards.behaviour import Behaviour
+from tracegrad_trainer.guards.config import GuardSettings, Signal
+from tracegrad_trainer.guards.drift_detector import Drift, DriftDetector
+
+# Replies count as long above so many times the baseline's longest twentieth, as short below the
+# inverse of it times the shortest.
+_LENGTH_FACTOR = 2.0
+_TAIL = 0.05
+_LENGTHS: tuple[Signal, ...] = ("long_replies", "short_replies")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRollout:
+    behaviour: Behaviour
+    version: int  # of the policy that sampled it last
+    reward: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """`last_good` is the newest version before the drift began; None: not known."""
+
+    signal: str
+    message: str
+    last_good: int | None = None
+
+
+@dataclass(slots=True)
+class DriftGuards:
+    """A detector a signal. `lengths` are the baseline's, until there are enough."""
+
+    settings: GuardSettings
+    detectors: dict[str, DriftDetector] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
+
+    def observe(self, groups: Sequence[Sequence[ObservedRollout]]) -> list[Alarm]:
+        """One alarm at most a signal. After it the signal begins with a new baseline: what drifted
+        and was let go on is what is usual now."""
+        found: dict[str, Drift] = {}
+        for group in groups:
+            for signal, value, version in self._values(group):
+                drift = self._detector(signal).add(float(value), version)
+                if drift is not None:
+                    found.setdefault(signal, drift)
+                    del self.detectors[signal]
+        return [_alarm(signal, drift) for signal, drift in found.items()]
+
+    def check_step(self, entropy: float | None, kl: float | None) -> list[Alarm]:
+        """Of a step's own figures, nats a token; None: not measured."""
+        alarms = []
+        low, high = self.settings.min_entropy, self.settings.max_kl
+        if low is not None and entropy is not None and entropy < low:
+            message = f"entropy: {entropy:.3g} nats a token, below guards.min_entropy = {low:g}"
+            alarms.append(Alarm("entropy", message))
+        if high is not None and kl is not None and kl > high:
+            message = f"kl: {kl:.3g} nats a token, above guards.max_kl = {high:g}"
+            alarms.append(Alarm("kl", message))
+        return alarms
+
+    def begin_anew(self) -> None:
+        """With new baselines: somebody looked, and let training go on."""
+        self.detectors.clear()
+        self.lengths.clear()
+
+    def shares(self) -> dict[str, float]:
+        """Evidence of each signal over its limit: 1 is an alarm. For metrics."""
+        return {name: one.evidence / one.limit for name, one in self.detectors.items()}
+
+    def state(self) -> Json:
+        detectors = {name: one.state() for name, one in self.detectors.items()}
+        return {"detectors": detectors, "lengths": list(self.lengths)}
+
+    def restore(self, state: Json) -> None:
+        """What other settings asked for and these do not is left out."""
+        self.begin_anew()
+        self.lengths = [int(length) for length in state.get("lengths", [])]
+        for name, kept in state.get("detectors", {}).items():
+            if name in self.settings.watch:
+                self.detectors[name] = self._new().restored(kept)
+
+    def _values(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, bool, int]]:
+        watch = self.settings.watch
+        for rollout in group:
+            for signal, value in self._of(rollout.behaviour):
+                if value is not None and signal in watch:
+                    yield signal, value, rollout.version
+        if "unsolved" in watch and len(group) > 1:
+            solved = any(one.reward >= self.settings.solved_from for one in group)
+            yield "unsolved", not solved, max(one.version for one in group)
+
+    def _of(self, behaviour: Behaviour) -> Iterator[tuple[Signal, bool | None]]:
+        yield "invalid_tool_calls", behaviour.invalid_tool_calls
+        yield "no_ops", behaviour.no_ops
+        yield "questions", behaviour.questions
+        yield "refusals", behaviour.refusals
+        if len(self.lengths) < self.settings.baseline:
+            self.lengths.append(behaviour.reply_tokens)
+            if len(self.lengths) == self.settings.baseline:
+                self.lengths.sort()
+            return
+        tail = int(_TAIL * len(self.lengths))
+        shortest, longest = self.lengths[tail], self.lengths[-1 - tail]
+        yield "long_replies", behaviour.reply_tokens > _LENGTH_FACTOR * longest
+        yield "short_replies", behaviour.reply_tokens * _LENGTH_FACTOR < shortest
+
+    def _detector(self, signal: Signal) -> DriftDetector:
+        if signal not in self.detectors:
+            self.detectors[signal] = self._new(is_length=signal in _LENGTHS)
+        return self.detectors[signal]
+
+    def _new(self, *, is_length: bool = False) -> DriftDetector:
+        settings = self.settings
+        # What is long is a matter of the baseline already: of it, at most a twentieth is.
+        size = 0 if is_length else settings.baseline
+        return DriftDetector(size, settings.margin, settings.false_alarm_every)
+
+
+def _alarm(signal: str, drift: Drift) -> Alarm:
+    what = "groups" if signal == "unsolved" else "rollouts"
+    message = (
+        f"{signal}: {drift.recent:.0%} of the last {drift.values} {what}, since version"
+        f" {drift.rise_began}, against {drift.baseline:.0%} before (at most {drift.allowed:.0%};"
+        f" evidence {drift.evidence:.2g})"
+    )
+    return Alarm(signal, message, drift.rise_began - 1 if drift.rise_began > 0 else None)
