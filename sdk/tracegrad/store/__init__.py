@@ -23,6 +23,7 @@ from tracegrad.store.ledger.ledger import Ledger
 from tracegrad.store.read.steps import StepHistory
 from tracegrad.store.store import DEFAULT_URL, Store
 from tracegrad.store.types import (
+    Decision,
     Group,
     IncompleteGroup,
     LeasePreview,
@@ -47,6 +48,7 @@ __all__ = [
     "OPEN",
     "AlreadyTrained",
     "AmbiguousRollout",
+    "Decision",
     "EventRejected",
     "Group",
     "GroupCommitWriter",

@@ -1,8 +1,9 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
 Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
-`turn_ledger`, `version_events`, `removals`. What changes afterwards is small, and says how things
-stand: the columns of `rollouts` for finish, lease and consumption, and `policy_versions`.
+`turn_ledger`, `version_events`, `decisions`, `removals`. What changes afterwards is small, and says
+how things stand: the columns of `rollouts` for finish, lease and consumption, those of `decisions`
+that say what was done about one, and `policy_versions`.
 Times are seconds since the epoch, UTC.
 """
 
@@ -28,7 +29,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0013"
+REVISION = "0015"
 
 
 class Text(TypeDecorator[str]):
@@ -333,6 +334,22 @@ class VersionEvents(Base):
     state: Mapped[str]
     created_at: Mapped[float]
     detail: Mapped[dict[str, Any]]
+
+
+class Decisions(Base):
+    """What somebody decided about versions or training; `acted_at` and `outcome` are rank 0's."""
+
+    __tablename__ = "decisions"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    kind: Mapped[str]
+    version: Mapped[int | None]
+    training: Mapped[str | None]
+    by: Mapped[str]
+    reason: Mapped[str]
+    created_at: Mapped[float]
+    acted_at: Mapped[float | None]
+    outcome: Mapped[dict[str, Any] | None]
 
 
 class Removals(Base):

@@ -28,6 +28,7 @@ from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import column_values, load, select_fields
 from tracegrad.store.types import PolicyVersion
 from tracegrad.store.write import api_keys
+from tracegrad.store.write import decisions as deciding
 from tracegrad.store.write import events as writing
 from tracegrad.store.write.events import EventBatch, rows_from_store, sort_events, write_batch
 from tracegrad.store.write.parent_cache import ParentCache, last_removal
@@ -289,6 +290,13 @@ class Store:
             return list(connection.scalars(query))
 
     version_events = _method(queries.version_events)
+
+    # Decisions about versions and training
+
+    decide = _method(deciding.decide, "appending")
+    decisions = _method(deciding.decisions)
+    open_decisions = _method(deciding.open_decisions)
+    close_decision = _method(deciding.close_decision, "appending")
 
     def current_version(self) -> int | None:
         """The newest version that serves; None before the first."""

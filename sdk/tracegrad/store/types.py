@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 from sqlalchemy import Connection
 
@@ -123,6 +123,55 @@ class PolicyVersion:
     state: Literal["pushing", "serving", "failed"]
     created_at: float = field(default_factory=time.time)
     detail: Json = field(default_factory=dict)
+
+
+DecisionKind = Literal["promote", "rollback", "pin", "unpin", "pause", "resume"]
+_DECISION_KINDS = get_args(DecisionKind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What somebody decided about policy versions, or about training.
+
+    `version`: of promote, pin and unpin; of a rollback too, or None: the last good one before what
+    is served. `training`: of a rollback, whether training goes on from that version or is paused.
+    `by` is user@host, or a guard's name. `seq`, `acted_at` and `outcome` are the store's: its
+    number, when rank 0 acted on it, and what came of that ("refused": why nothing was done).
+
+    ValueError names the field.
+    """
+
+    kind: DecisionKind
+    by: str
+    reason: str
+    version: int | None = None
+    training: Literal["continue", "pause"] | None = None
+    created_at: float = field(default_factory=time.time)
+    seq: int | None = None
+    acted_at: float | None = None
+    outcome: Json | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _DECISION_KINDS:
+            raise ValueError(f"kind: {self.kind!r} is none of {', '.join(_DECISION_KINDS)}")
+        if self.kind in ("promote", "pin", "unpin") and self.version is None:
+            raise ValueError(f"version: {self.kind} needs one")
+        if self.kind in ("pause", "resume") and self.version is not None:
+            raise ValueError(f"version: {self.kind} is of training, not of a version; leave it out")
+        if self.version is not None and self.version < 0:
+            raise ValueError(f"version: {self.version}; versions begin with 0")
+        if self.kind == "rollback" and self.training not in ("continue", "pause"):
+            raise ValueError(f"training: {self.training!r}; a rollback has continue or pause")
+        if self.kind != "rollback" and self.training is not None:
+            raise ValueError(f"training: {self.kind} has none; leave it out")
+        if not self.by or not self.reason.strip():
+            name = "reason" if self.by else "by"
+            raise ValueError(f"{name}: is empty; every decision says who made it, and why")
+
+    @property
+    def refused(self) -> str | None:
+        """Why nothing was done about it."""
+        return None if self.outcome is None else self.outcome.get("refused")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
