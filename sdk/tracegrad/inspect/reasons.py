@@ -211,6 +211,10 @@ UNTRAINED_TEXTS = {
         "It holds a token that the model being trained does not know.",
         "Train the model that the engine serves, or one with the same tokenizer.",
     ),
+    "drift_guard": ReasonText(
+        "A guard found that what replies do had drifted, and kept its batch from being trained.",
+        "`trainer status` says which guard, and why; `trainer resume` goes on.",
+    ),
     "predicate": ReasonText("Your own filter (batches.predicate) left it out.", ""),
     "completed": ReasonText("Its rollout completed, and batches.outcomes leaves those out.", ""),
     "agent_error": ReasonText(

@@ -40,6 +40,7 @@ from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
 from tracegrad_trainer.rl.crash_reward import CrashReward
+from tracegrad_trainer.rl.drift_watch import SKIP_REASON, DriftWatch
 from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
@@ -114,6 +115,8 @@ class Coordinator:
         self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags)
         idle_s = settings.data.idle_s
         self.idle_rollouts = None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags)
+        watched = settings.guards.action != "off"
+        self.drift = DriftWatch(settings.guards, store) if watched else None
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
@@ -215,6 +218,10 @@ class Coordinator:
         self._held = self._still_ours(groups)
         if len(self._held) < len(groups):
             return None  # it is filled up again
+        if self.drift is not None and self.drift.stops(groups):
+            self._held = []
+            self._consume(groups, _every_turn(groups, SKIP_REASON))
+            return None
         before = copy.deepcopy(self.memory)
         failed = self.store.failed_versions()
         selection = select(
@@ -301,7 +308,7 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **self._late_rewards(), **metrics},
+            metrics={**selection.stats, **self._late_rewards(), **self._drift(metrics), **metrics},
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
         )
@@ -339,7 +346,20 @@ class Coordinator:
             "version": version,
             "memory": self.memory,
             "skipped_versions": list(self.skipped_versions),
+            "drift": None if self.drift is None else self.drift.state(),
         }
+
+    def restore_counters(self, counters: Json) -> None:
+        """As `counters` said when the checkpoint was written; those of before guards lack them."""
+        self.memory = counters["memory"]
+        if self.drift is not None and (kept := counters.get("drift")) is not None:
+            self.drift.restore(kept)
+
+    def _drift(self, metrics: Json) -> dict[str, float]:
+        if self.drift is None:
+            return {}
+        self.drift.check_step(metrics)
+        return self.drift.take_stats()
 
     def _late_rewards(self) -> dict[str, float]:
         """Those that came since the step before, and after training of their rollouts."""
@@ -437,6 +457,11 @@ def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
         f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
         f" version {point.version}; the next step is {point.step + 1}"
     )
+
+
+def _every_turn(groups: Sequence[Group], reason: str) -> dict[str, str]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {turn.turn_id: reason for rollout in rollouts for turn in rollout.turns}
 
 
 def without_turns(groups: Sequence[Group]) -> list[Group]:

@@ -128,7 +128,7 @@ class TrainLoop:
             kept = load_checkpoint(self.learner, point.weights.folder, digest=point.weights.digest)
             self.pending.parent = point.weights
             if self.coordinator is not None:
-                self.coordinator.memory = kept["memory"]
+                self.coordinator.restore_counters(kept)
         self.step, self.version = point.step, point.version
         self.report_stage("starting", begins=describe_resume(point, self.settings))
         self.watch.lap("start")
