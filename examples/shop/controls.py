@@ -62,18 +62,18 @@ class Measured:
         return None
 
 
-def variants(*, model_seeds: bool) -> list[Variant]:
+def variants(*, seeds: int, model_seeds: bool) -> list[Variant]:
     """Without `model_seeds` all of them start from the same warm-started model."""
-    seeds = [
+    rising = [
         Variant(
             f"seed {seed}",
             True,
             ("--seed", str(seed), "--model-seed", str(seed if model_seeds else 0)),
         )
-        for seed in range(3)
+        for seed in range(seeds)
     ]
     return [
-        *seeds,
+        *rising,
         Variant("learning rate 0", False, ("--lr", "0")),
         Variant("shuffled rewards", False, ("--shuffle-rewards",), drifts=True),
     ]
@@ -132,9 +132,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make controls", description=__doc__)
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
-    steps, tasks, required = (10, 150, 0.2) if short else (32, 200, 0.4)
+    seeds, steps, tasks, required = (1, 10, 150, 0.2) if short else (3, 32, 200, 0.4)
     wrong = run(
-        variants(model_seeds=not short),
+        variants(seeds=seeds, model_seeds=not short),
         steps=steps,
         tasks=tasks,
         required=required,

@@ -27,6 +27,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from . import agent, model, tasks
 
 Progress = Callable[[int, int, float], None]  # steps done, steps in all, loss
+Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # input ids, labels: both [batch, longest]
 IGNORED = -100
 LABELS_A_TEXT = 25  # on average
 
@@ -93,10 +94,15 @@ def train(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Any]:
     torch.manual_seed(recipe.seed)
     tokenizer = model.train_tokenizer(corpus(), recipe.vocab_size)
     weights = model.new_model(tokenizer, hidden=recipe.hidden, layers=recipe.layers)
+    fit(weights, _batches(tokenizer, recipe), recipe, progress)
+    return tokenizer, weights
+
+
+def fit(weights: Any, batches: Batches, recipe: Recipe, progress: Progress | None = None) -> None:
+    """The recipe's steps, on one batch each."""
     optimizer = torch.optim.AdamW(
         weights.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
-    batches = _batches(tokenizer, recipe)
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate_at(step)
@@ -111,7 +117,6 @@ def train(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Any]:
         optimizer.step()
         if progress:
             progress(step + 1, recipe.steps, loss.item())
-    return tokenizer, weights
 
 
 def demonstration(rng: random.Random, mistakes: float, totals: float) -> list[dict[str, Any]]:
@@ -154,8 +159,8 @@ def _texts(conversations: list[list[dict[str, Any]]]) -> list[str]:
     return list(texts)
 
 
-def _batches(tokenizer: Any, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input ids, labels), both [batch, longest]; only the assistant's words are labels."""
+def _batches(tokenizer: Any, recipe: Recipe) -> Batches:
+    """Endless; only the assistant's words are labels."""
     rng = random.Random(f"demonstrations {recipe.seed}")
     while True:
         texts = _texts(

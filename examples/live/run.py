@@ -1,0 +1,207 @@
+"""The play's acts: people use the service and it learns what they like; somebody buys thumbs for
+the wrong thing; a guard notices, and the last good version is served again; training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from examples.shop.screen import Phase, Screen
+from examples.shop.stage import Stage, served
+
+from tracegrad.store import Decision
+
+from .traffic import Reply, Traffic
+
+STEPS = 40
+# Of the exploit, at most: a guard that has not noticed by then has failed.
+EXPLOITED_STEPS = 120
+RESUMED_STEPS = 12
+# Replies that say how the service does at some time.
+SAMPLE = 300
+SERVE: Mapping[str, object] = {
+    "ranks": 1,
+    "data.idle_s": 1.5,
+    "batches.groups": 48,
+    "batches.group_size": 1,
+    "batches.tokens_per_micro_batch": 4096,
+    "batches.max_staleness": 64,
+    "objective.preset": "grpo",
+    "objective.advantage": "running",
+    "optim.lr": 1.5e-4,
+    "fsdp.reshard": "false",
+    "fsdp.threads": 1,
+    "push.drain_s": 0.2,
+    "vllm.max_model_len": 256,
+    "vllm.kv_cache_memory_bytes": 128 << 20,
+    "guards.action": "rollback",
+    "promotion.keep": 200,
+    "checkpoint.keep": 200,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    port: int
+    root: Path  # where the warm-started model is kept
+    state_dir: Path
+    seed: int = 0
+    steps: int = STEPS
+    shuffled: bool = False  # thumbs that say nothing: a control
+    exploit: bool = True
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """How the service did then: the mean approval of some replies, by people's real preferences."""
+
+    name: str
+    at_s: float
+    replies: int  # so many were given before
+    approval: float
+    asked_back: float
+
+
+@dataclass(frozen=True, slots=True)
+class Caught:
+    """`noticed_s`, `steps`: since the exploit began."""
+
+    by: str
+    reason: str
+    version: int | None  # that is served again
+    noticed_s: float
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    moments: Sequence[Moment]
+    caught: Caught | None
+    replies: Sequence[Reply]
+    thumbs: int
+    changed: int
+    errors: Sequence[str]
+
+    def at(self, name: str) -> Moment | None:
+        return next((moment for moment in self.moments if moment.name == name), None)
+
+    def approval(self, name: str) -> float | None:
+        found = self.at(name)
+        return None if found is None else found.approval
+
+
+def run(plan: Plan, screen: Screen) -> Result:
+    """The whole play. Raises ChildError when a process of the stack does not come or stay."""
+    from .warm_start import RECIPE, warm_start
+
+    with screen.phase("warm start", RECIPE.steps) as phase:
+        model = warm_start(plan.root, lambda n, _, loss: phase.update(n, f"loss {loss:.2f}"))
+    overrides = {**SERVE, "seed": plan.seed}
+    if plan.learning_rate is not None:
+        overrides["optim.lr"] = plan.learning_rate
+    start = screen.phase("start vLLM, proxy and trainer")
+    phase = start.__enter__()
+    with served(plan.port, model, plan.state_dir, overrides, lambda n: phase.update(note=n)) as up:
+        start.__exit__(None, None, None)
+        return asyncio.run(_Play(plan, up, screen).run())
+
+
+class _Play:
+    def __init__(self, plan: Plan, stage: Stage, screen: Screen) -> None:
+        self.plan, self.stage, self.screen = plan, stage, screen
+        self.traffic = Traffic(stage.url, plan.seed, lambda: stage.version, shuffled=plan.shuffled)
+        self.began = time.monotonic()
+        self.moments: list[Moment] = []
+
+    async def run(self) -> Result:
+        caught = None
+        async with self.traffic.running():
+            await self._sample("before")
+            await self._learn("people use it", self.plan.steps)
+            await self._sample("learnt")
+            if self.plan.exploit:
+                caught = await self._exploit()
+            if caught is not None:
+                await self._sample("rolled back")
+                await self._go_on()
+                await self._sample("at the end")
+        traffic = self.traffic
+        return Result(
+            moments=self.moments,
+            caught=caught,
+            replies=traffic.replies,
+            thumbs=traffic.thumbs,
+            changed=traffic.changed,
+            errors=traffic.errors,
+        )
+
+    async def _learn(self, name: str, steps: int) -> None:
+        until = self.stage.last_step + steps
+        with self.screen.phase(name, until) as phase:
+            await self._wait(lambda: self.stage.last_step >= until, phase)
+
+    async def _exploit(self) -> Caught | None:
+        """Until a guard has noticed, and what it asked for is done."""
+        first, began = self.stage.last_step, time.monotonic()
+        self.traffic.exploited = True
+        limit = first + EXPLOITED_STEPS
+        with self.screen.phase("somebody buys thumbs for replies that ask back") as phase:
+            await self._wait(
+                lambda: self._rollback() is not None or self.stage.last_step >= limit, phase
+            )
+        self.traffic.exploited = False
+        found = self._rollback()
+        if found is None:
+            await self._sample("exploited")
+            return None
+        outcome = found.outcome or {}
+        return Caught(
+            by=found.by,
+            reason=found.reason,
+            version=outcome.get("version", found.version),
+            noticed_s=round(time.monotonic() - began, 1),
+            steps=self.stage.last_step - first,
+        )
+
+    def _rollback(self) -> Decision | None:
+        """Of a guard, when it is served."""
+        asked = [one for one in self.stage.store.decisions() if one.kind == "rollback"]
+        return next((one for one in asked if one.acted_at is not None), None)
+
+    async def _go_on(self) -> None:
+        """Somebody has looked, and has ended the exploit."""
+        resume = Decision(kind="resume", by="examples.live", reason="the exploit is over")
+        self.stage.store.decide(resume)
+        await self._learn("training goes on", RESUMED_STEPS)
+
+    async def _sample(self, name: str) -> None:
+        """From here on, so many replies."""
+        first = len(self.traffic.replies)
+        with self.screen.phase(f"replies, {name}", SAMPLE) as phase:
+            while (found := len(self.traffic.replies) - first) < SAMPLE:
+                self.stage.check()
+                phase.update(found)
+                await asyncio.sleep(0.2)
+            some = self.traffic.replies[first : first + SAMPLE]
+            approval = fmean(reply.approval for reply in some)
+            asked_back = fmean(reply.asked_back for reply in some)
+            phase.note = f"approval {approval:.2f}, {asked_back:.0%} ask back"
+        at_s = time.monotonic() - self.began
+        self.moments.append(Moment(name, round(at_s, 1), first, approval, asked_back))
+
+    async def _wait(self, done: Callable[[], bool], phase: Phase) -> None:
+        while not done():
+            self.stage.check()
+            recent = self.traffic.replies[-SAMPLE:]
+            approval = fmean(reply.approval for reply in recent)
+            phase.update(
+                self.stage.last_step,
+                f"approval {approval:.2f}  version {self.stage.version}"
+                f"  {self.traffic.thumbs} thumbs  {self.stage.doing()}",
+            )
+            await asyncio.sleep(0.5)

@@ -1,0 +1,62 @@
+"""The model learns to answer in each of four styles, whoever asks: it knows nobody's preference."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from examples.shop import model
+from examples.shop.warm_start import Batches, Progress, Recipe, fit, labels_of
+
+from .users import REPLIES, STYLES, User
+
+RECIPE = Recipe(hidden=96, layers=3, vocab_size=420, steps=300, learning_rate=2e-3)
+# As often as each style is shown.
+WEIGHTS = (0.25, 0.25, 0.4, 0.1)
+
+
+def warm_start(root: Path, progress: Progress | None = None) -> Path:
+    """The directory of the model, made now unless `root` has it already."""
+    here = Path(__file__).parent
+    parts = [RECIPE.digest(), *((here / f"{n}.py").read_text() for n in ("users", "warm_start"))]
+    directory = root / f"model-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
+    if directory.exists():
+        return directory
+    draft = root / f"{directory.name}.draft-{os.getpid()}"
+    draft.mkdir(parents=True, exist_ok=True)
+    try:
+        torch.manual_seed(RECIPE.seed)
+        texts = _texts(random.Random("tokenizer"))
+        tokenizer = model.train_tokenizer((next(texts) for _ in range(2000)), RECIPE.vocab_size)
+        weights = model.new_model(tokenizer, hidden=RECIPE.hidden, layers=RECIPE.layers)
+        fit(weights, _batches(tokenizer), RECIPE, progress)
+        model.save(weights, tokenizer, draft)
+        draft.rename(directory)  # a directory that exists is complete
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return directory
+
+
+def _texts(rng: random.Random) -> Iterator[str]:
+    """Endless: one question and its answer each, sometimes with another question before."""
+    while True:
+        asked = [User.drawn(rng) for _ in range(1 + (rng.random() < 0.3))]
+        text = ""
+        for user in asked:
+            reply = REPLIES[rng.choices(STYLES, WEIGHTS)[0]].format(number=user.number)
+            text += f"{model.USER}{user.question}{model.END}{model.ASSISTANT}{reply}{model.END}"
+        yield text
+
+
+def _batches(tokenizer: Any) -> Batches:
+    texts = _texts(random.Random(f"demonstrations {RECIPE.seed}"))
+    while True:
+        some = [next(texts) for _ in range(RECIPE.batch_size)]
+        input_ids = tokenizer(some, padding=True, return_tensors="pt")["input_ids"]
+        yield input_ids, labels_of(input_ids, tokenizer)
