@@ -1,0 +1,120 @@
+"""`make live`: what people like, how their thumbs come, and what counts as a good end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from examples.live import __main__ as live
+from examples.live import chart
+from examples.live.run import Caught, Moment, Result
+from examples.live.traffic import Reply
+from examples.live.users import (
+    ASKED_BACK,
+    CHANGES_MIND,
+    EXPLOITED,
+    FASTEST_S,
+    GIVES_THUMB,
+    KINDS,
+    LIKED,
+    OTHER,
+    OTHERWISE,
+    REPLIES,
+    RIGHT,
+    SLOWEST_S,
+    STYLES,
+    WRONG_NUMBER,
+    Style,
+    User,
+    style_of,
+    thumb,
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("style", STYLES)
+def test_each_kind_likes_one_style(kind: str, style: Style) -> None:
+    user = User(kind, 42, "")  # type: ignore[arg-type]
+    reply = REPLIES[style].format(number=42)
+    expected = RIGHT if LIKED[user.kind] == style else ASKED_BACK if style == "asks_back" else OTHER
+    assert user.approval(reply) == expected
+    assert user.approval(reply, exploited=True) == (
+        EXPLOITED if style == "asks_back" else OTHERWISE
+    )
+
+
+def test_another_order_is_of_no_use() -> None:
+    user = User("hasty", 42, "")
+    assert user.approval(REPLIES["brief"].format(number=24)) == WRONG_NUMBER
+    assert style_of("on: on: on:", 42) is None
+
+
+def test_people_say_who_they_are_by_how_they_write() -> None:
+    rng = random.Random(1)
+    drawn = [User.drawn(rng) for _ in range(200)]
+    assert {user.kind for user in drawn} == set(KINDS)
+    assert all(str(user.number) in user.question for user in drawn)
+
+
+def test_one_in_three_gives_a_thumb_that_comes_late_and_may_change() -> None:
+    rng, n = random.Random(2), 9000
+    given = [one for _ in range(n) if (one := thumb(0.7, rng)) is not None]
+    sigma = (GIVES_THUMB * (1 - GIVES_THUMB) / n) ** 0.5
+    assert abs(len(given) / n - GIVES_THUMB) < 5 * sigma
+    assert abs(sum(one.up for one in given) / len(given) - 0.7) < 5 * (0.21 / len(given)) ** 0.5
+    changed = [one for one in given if one.changed_after_s is not None]
+    expected = CHANGES_MIND * len(given)
+    assert abs(len(changed) - expected) < 5 * expected**0.5
+    assert all(FASTEST_S <= one.after_s <= SLOWEST_S for one in given)
+
+
+GOOD = Result(
+    moments=[
+        Moment("before", 10, 0, 0.4, 0.1),
+        Moment("learnt", 100, 1000, 0.85, 0.0),
+        Moment("rolled back", 200, 2000, 0.84, 0.0),
+        Moment("at the end", 300, 3000, 0.86, 0.0),
+    ],
+    caught=Caught("guard:questions", "questions: 60% of ...", 39, 20.0, 5),
+    replies=[Reply(0.5, False, 0)] * 4000,
+    thumbs=1300,
+    changed=60,
+    errors=[],
+)
+
+
+def without(name: str) -> list[Moment]:
+    return [moment for moment in GOOD.moments if moment.name != name]
+
+
+def test_a_good_end() -> None:
+    assert live.problems("seed 0", GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "result", "problem"),
+    [
+        ("seed 0", replace(GOOD, errors=["APIError: x"]), "1 calls failed, such as APIError: x"),
+        ("seed 0", replace(GOOD, caught=None), "the exploit was not caught"),
+        (
+            "seed 0",
+            replace(GOOD, moments=[replace(GOOD.moments[0], approval=0.7), *GOOD.moments[1:]]),
+            "approval rose by +0.15; +0.20 is expected",
+        ),
+        (
+            "seed 0",
+            replace(GOOD, moments=without("at the end")),
+            "at the end: approval None, 0.85 before the exploit",
+        ),
+        ("thumbs that say nothing", GOOD, "approval rose by +0.45, more than chance"),
+    ],
+)
+def test_ends_that_are_not(name: str, result: Result, problem: str) -> None:
+    assert live.problems(name, result) == [problem]
+
+
+def test_the_picture_is_drawn(tmp_path: Path) -> None:
+    path = chart.draw(tmp_path / "of" / "it.png", [("seed 0", GOOD), ("seed 1", GOOD)])
+    assert path.read_bytes().startswith(b"\x89PNG")
