@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-fast test-long bench-proxy bench-store bench-trainer gpu-check controls check install \
+.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills gpu-check controls check install \
 	install-dev lock
 
 install:  ## what the demo needs
@@ -43,8 +43,14 @@ bench-store: install-dev  ## the store in SQLite and PostgreSQL: turns a second,
 bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop and TRL's; writes docs/bench-trainer.md
 	@exec $(BIN)/python -m bench.trainer
 
+bench-kills: install-dev  ## the demo's task while its processes are killed, 105 times; writes docs/bench-kills.md
+	@exec $(BIN)/python -m bench.kills
+
 gpu-check: install  ## where a GPU is at hand: kernels, speed, memory, checkpoints, serving; goes on where it stopped; writes docs/gpu-check.md
 	@exec $(BIN)/python -m bench.gpu_check
+
+live: install  ## a chat service learns from late thumbs; an exploit is noticed and undone: three seeds and a control
+	@exec $(BIN)/python -m examples.live
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls

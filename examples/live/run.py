@@ -174,7 +174,9 @@ class _Play:
         return next((one for one in asked if one.acted_at is not None), None)
 
     async def _go_on(self) -> None:
-        """Somebody has looked, and has ended the exploit."""
+        """Somebody has looked, ended the exploit, and takes back what was bought."""
+        with self.screen.phase("bought thumbs are withdrawn") as phase:
+            phase.note = f"{await self.traffic.withdraw_bought()} of them"
         resume = Decision(kind="resume", by="examples.live", reason="the exploit is over")
         self.stage.store.decide(resume)
         await self._learn("training goes on", RESUMED_STEPS)

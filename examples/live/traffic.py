@@ -14,9 +14,9 @@ from openai.types.chat import ChatCompletionMessageParam
 from . import service
 from .users import Thumb, User, thumb
 
-PEOPLE = 24  # at a time
+PEOPLE = 64  # at a time
 ASKS_AGAIN = 0.3
-PAUSE_S = (0.1, 0.6)  # before the next one asks
+PAUSE_S = (0.1, 0.4)  # before the next one asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Traffic:
         """Until the block ends; then nobody asks any more, and thumbs to come are dropped."""
         async with httpx.AsyncClient(base_url=self.url, timeout=60) as self._client:
             self._thumbs: set[asyncio.Task[None]] = set()
+            self._bought: list[str] = []  # responses
+            self._void: set[str] = set()
             people = [asyncio.create_task(self._person(number)) for number in range(PEOPLE)]
             try:
                 yield
@@ -77,23 +79,39 @@ class Traffic:
         approval = user.approval(text, exploited=self.exploited)
         given = thumb(rng.random() if self.shuffled else approval, rng)
         if given is not None:
+            if self.exploited:
+                self._bought.append(response_id)
             task = asyncio.create_task(self._give(given, response_id))
             self._thumbs.add(task)
             task.add_done_callback(self._thumbs.discard)
 
     async def _give(self, given: Thumb, response_id: str) -> None:
         await asyncio.sleep(given.after_s)
+        if response_id in self._void:
+            return
         await self._send(response_id, given.up, "first")
         self.thumbs += 1
         if given.changed_after_s is not None:
             await asyncio.sleep(given.changed_after_s)
+            if response_id in self._void:
+                return
             await self._send(response_id, not given.up, "changed")
             self.changed += 1
 
+    async def withdraw_bought(self) -> int:
+        """Takes back the thumbs that were paid for; those to come are refused. How many."""
+        self._void = set(self._bought)
+        for response_id in self._bought:
+            await self._post(response_id, {"withdraw": True}, "withdrawn")
+        return len(self._bought)
+
     async def _send(self, response_id: str, up: bool, which: str) -> None:
+        await self._post(response_id, {"thumbs": "up" if up else "down"}, which)
+
+    async def _post(self, response_id: str, said: dict[str, object], which: str) -> None:
         answer = await self._client.post(
             "/api/feedback",
-            json={"response_id": response_id, "thumbs": "up" if up else "down"},
+            json={"response_id": response_id, **said},
             headers={"Idempotency-Key": f"{response_id} {which}"},
         )
         if answer.status_code != 200:
