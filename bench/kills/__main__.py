@@ -33,10 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of("kills", __doc__, quick=f"{QUICK} kills")
     parser.add_argument("--kills", type=int, default=None, help=f"default: {KILLS}")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=120, help="after which none are killed")
     options = parser.parse_args(arguments)
     kills = options.kills or (QUICK if options.quick else KILLS)
     with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder), kills, options.seed, clock())
+        found = run(Path(folder), kills, options.seed, options.minutes, clock())
     publish(page(found), options)
     return 0
 

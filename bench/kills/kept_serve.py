@@ -116,8 +116,8 @@ class KeptServe:
     def _keep(self) -> None:
         while not self._ending:
             if (code := self._process.poll()) is not None:
-                self.ends.append(code)
                 self._start()
+                self.ends.append(code)  # last: who sees another end finds the next process
             time.sleep(_POLL_S)
 
 

@@ -36,9 +36,11 @@ class Killer:
         steps: Callable[[], int],
         kills: int,
         seed: int,
+        minutes: float,
         say: Callable[[str], None],
     ) -> None:
-        """`steps`: how many are committed."""
+        """`steps`: how many are committed. `minutes`: after which no more are killed."""
+        self._minutes = minutes
         self._serve = serve
         self._steps = steps
         self._random = random.Random(seed)
@@ -56,11 +58,14 @@ class Killer:
         """Raises what went wrong: something did not come up again."""
         if self.error is not None:
             raise self.error
-        return len(self.kills) == len(self._order)
+        return not self._thread.is_alive() and self._thread.ident is not None
 
     def _run(self) -> None:
+        deadline = time.monotonic() + 60 * self._minutes
         try:
             for number, victim in enumerate(self._order, start=1):
+                if time.monotonic() > deadline:
+                    break
                 time.sleep(self._random.uniform(*CALM_S))
                 kill = self._kill(victim)
                 self.kills.append(kill)

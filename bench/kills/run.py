@@ -62,16 +62,18 @@ class Outcome:
         return statistics.median(self.calls.seconds)
 
 
-def run(root: Path, kills: int, seed: int, say: Any) -> Outcome:
+def run(root: Path, kills: int, seed: int, minutes: float, say: Any) -> Outcome:
     """Raises TimeoutError: something did not come up again."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with listen("127.0.0.1", 0, if_taken="") as listener:
         # Before the shop's agent is imported, which makes its client then.
         os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        return _run(listener, root, kills, seed, say)
+        return _run(listener, root, kills, seed, minutes, say)
 
 
-def _run(listener: socket.socket, root: Path, kills: int, seed: int, say: Any) -> Outcome:
+def _run(
+    listener: socket.socket, root: Path, kills: int, seed: int, minutes: float, say: Any
+) -> Outcome:
     shop = import_module("examples.shop.run")
     screen = import_module("examples.shop.screen").Screen()
     state_dir = root / "run"
@@ -84,7 +86,7 @@ def _run(listener: socket.socket, root: Path, kills: int, seed: int, say: Any) -
         with KeptServe(listener, model, state_dir, settings, database) as serve:
             _await(serve.is_serving)
             with Store.open(url, create=False) as store:
-                killer = Killer(serve, lambda: _steps(store), kills, seed, say)
+                killer = Killer(serve, lambda: _steps(store), kills, seed, minutes, say)
                 return asyncio.run(_play(shop, serve, store, killer, seed))
 
 
