@@ -42,6 +42,7 @@ from tracegrad.store.maintenance.sizes import all_bytes, rollout_bytes
 from tracegrad.store.models import (
     Leases,
     Outcomes,
+    OverSampled,
     Rewards,
     RolloutKeys,
     Rollouts,
@@ -229,7 +230,7 @@ def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     connection.execute(delete(TurnLedger).where(TurnLedger.turn_id.in_(turns)))
     shared = remove_links(connection, TurnTexts.turn_id.in_(turns))
     # Turns refer to each other: databases check that when the whole statement is done.
-    for table in (Turns, Spans, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases):
+    for table in (Turns, Spans, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases, OverSampled):
         gone = connection.execute(delete(table).where(table.rollout_id.in_(ids))).rowcount
         removed[table.__tablename__] = gone
     removed["rollouts"] = connection.execute(
