@@ -198,9 +198,24 @@ class Intake:
 
         return self._exclusively(take)
 
+    def is_opened(self, rollout_id: str) -> bool:
+        """Whether somebody said of which task and tags it is."""
+        query = select(Rollouts.rollout_id).where(
+            Rollouts.rollout_id == rollout_id, Rollouts.opened.is_(True)
+        )
+        with self._store.reading() as connection:
+            return connection.scalar(query) is not None
+
+    def needs_place(self, rollout_id: str) -> bool:
+        """Whether some trainer selects it, and it has neither begun nor a place."""
+        with self._store.reading() as connection:
+            living = _requests(connection, statements.server_time(connection))
+            return any(_needs_place(connection, rollout_id, one.tags) for one, _ in living)
+
     def begin(self, rollout_id: str, *, waited_s: float = 0.0) -> IntakeState:
         """A place for a rollout that was opened without one and is to have its first call; it has
-        one where `reason` is "". Those that training does not select need none."""
+        one where `reason` is "". Those that training does not select, and those that have begun or
+        have one, need none."""
 
         def take(connection: Connection) -> IntakeState:
             now = statements.server_time(connection)
@@ -261,7 +276,7 @@ def _state(
     free = IntakeState(paced=False, capacity=Capacity(None), silent_for_s=silent_for_s)
     found = []
     for request, stepped_at in _requests(connection, now):
-        if begins is not None and not _is_selected(connection, begins, request.tags):
+        if begins is not None and not _needs_place(connection, begins, request.tags):
             continue
         number = request.limits.attempts if wanted is None else wanted
         counts = count_intake(connection, request, now)
@@ -302,8 +317,11 @@ def describe_limit(capacity: Capacity, limits: IntakeLimits, counts: IntakeCount
     return f"batches.max_staleness = {limits.max_staleness}: {there}{step}, of {ahead}"
 
 
-def _is_selected(connection: Connection, rollout_id: str, tags: Mapping[str, str]) -> bool:
-    query = select(Rollouts.rollout_id).where(Rollouts.rollout_id == rollout_id, has_tags(tags))
+def _needs_place(connection: Connection, rollout_id: str, tags: Mapping[str, str]) -> bool:
+    placed = exists().where(RolloutPlaces.rollout_id == rollout_id)
+    query = select(Rollouts.rollout_id).where(
+        Rollouts.rollout_id == rollout_id, has_tags(tags), ~has_turns(), ~placed
+    )
     return connection.scalar(query) is not None
 
 

@@ -88,8 +88,8 @@ def intake_capacity(
 ) -> Capacity:
     """For `wanted` rollouts that are to be opened together.
 
-    Where fewer groups are there than the next batch needs, none of the bounds may hold back what is
-    missing: no step would ever be made. `of_begun`: for a rollout that is open already and had no
+    Where nothing is open any more and what there is makes fewer groups than the next batch needs,
+    no bound holds back what is missing: no step would ever be made. `of_begun`: for a rollout that is open already and had no
     call: only those that began before it take its place.
     """
     taken_open = counts.begun if of_begun else counts.open
@@ -105,13 +105,17 @@ def intake_capacity(
     if not rooms:
         return Capacity(None)
     room, limit = min(rooms, key=lambda each: each[0])
-    room = max(0, room, _missing_groups(limits, counts) * limits.attempts)
+    # Below 0: what was opened without asking.
+    if missing := _missing_groups(limits, counts) * limits.attempts:
+        room = max(room, missing)
     short = max(0, wanted - room)
-    return Capacity(room, limit, math.ceil(short / limits.batch))
+    return Capacity(max(0, room), limit, math.ceil(short / limits.batch))
 
 
 def _missing_groups(limits: IntakeLimits, counts: IntakeCounts) -> int:
-    """Of the next batch, or of the one that is gathered."""
+    """Of the next batch, or of the one that is gathered. What is open may make them yet."""
+    if counts.open > counts.cut:
+        return 0
     held = counts.leased // limits.group_size - counts.useless
     return max(0, limits.groups - held - counts.groups)
 
