@@ -124,10 +124,12 @@ class _Asking:
             answer = json.loads(post_json(self._url, INTAKE_PATH, json.dumps(body).encode(), {}))
         except ProxyUnreachable as error:
             self._warn(error)
-            return self._wait(str(error), _UNREACHABLE_RETRY_S, waited_s)
+            self._wait(str(error), _UNREACHABLE_RETRY_S, waited_s)
+            return None
         ids = tuple(answer["rollout_ids"])
         if not ids:
-            return self._wait(answer["reason"], answer["retry_after_s"], waited_s)
+            self._wait(answer["reason"], answer["retry_after_s"], waited_s)
+            return None
         return Intake(len(ids), waited_s, answer["paced"], answer["version"], ids)
 
     def _wait(self, reason: str, seconds: float, waited_s: float) -> None:

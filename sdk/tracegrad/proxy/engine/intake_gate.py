@@ -15,7 +15,6 @@ from typing import Protocol
 from cachetools import LRUCache
 
 from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
-from tracegrad.proxy.metrics.counters import ProxyMetrics
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import StoreError
 from tracegrad.store.ledger.intake import IntakeState
@@ -41,11 +40,17 @@ class IntakeOfCalls(Protocol):
     def begin(self, rollout_id: str, *, waited_s: float = 0.0) -> IntakeState: ...
 
 
+class Counts(Protocol):
+    """What `tracegrad.proxy.metrics.counters.ProxyMetrics` does of it."""
+
+    def add(self, name: str, *labels: str, number: float = 1.0) -> None: ...
+
+
 class IntakeGate:
     """Of one worker; that of all its calls. Not thread-safe: everything runs on one event loop."""
 
     def __init__(
-        self, intake: IntakeOfCalls, metrics: ProxyMetrics, *, max_waiting: int, max_wait_s: float
+        self, intake: IntakeOfCalls, metrics: Counts, *, max_waiting: int, max_wait_s: float
     ) -> None:
         self._intake = intake
         self._metrics = metrics

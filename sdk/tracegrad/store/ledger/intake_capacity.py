@@ -89,8 +89,8 @@ def intake_capacity(
     """For `wanted` rollouts that are to be opened together.
 
     Where nothing is open any more and what there is makes fewer groups than the next batch needs,
-    no bound holds back what is missing: no step would ever be made. `of_begun`: for a rollout that is open already and had no
-    call: only those that began before it take its place.
+    no bound holds back what is missing: no step would ever be made. `of_begun`: for a rollout that
+    is open already and had no call: only those that began before it take its place.
     """
     taken_open = counts.begun if of_begun else counts.open
     rooms: list[tuple[int, LimitName]] = []
