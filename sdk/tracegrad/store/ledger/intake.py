@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, and_, delete, exists, func, select, true, update
+from sqlalchemy import Connection, and_, delete, exists, func, or_, select, true, update
 
 from tracegrad.events import new_id
 from tracegrad.store.databases import statements
@@ -326,13 +326,19 @@ def _needs_place(connection: Connection, rollout_id: str, tags: Mapping[str, str
 
 
 def count_intake(connection: Connection, request: IntakeRequest, now: float) -> IntakeCounts:
-    """What there is of a trainer's rollouts."""
+    """What there is of a trainer's rollouts.
+
+    In the order in which a rollout goes its way: where statements see what was committed between
+    them (PostgreSQL), it is counted twice, and never left out.
+    """
+    promised = _promised(connection, request.tags, now)
     limits, since = request.limits, now - request.silent_s
     of_task: Counter[str | None] = Counter()
     opened = _open(connection, request.tags, since)
     for task_id, cut, _ in opened:
         of_task[task_id] += not cut
-    promised = _promised(connection, now)
+    unscored = _unscored(connection, request.tags, since)
+    of_task.update(unscored)
     ready = ready_rollouts(connection, request.tags, now, alone=limits.group_size == 1)
     whole = Counter(rollout.task_id for rollout in ready)
     # Of a group that nobody makes up some would stand in the way for ever.
@@ -340,8 +346,6 @@ def count_intake(connection: Connection, request: IntakeRequest, now: float) -> 
         one for one in ready if one.finished_at > since or whole[one.task_id] >= limits.group_size
     ]
     of_task.update(one.task_id for one in ready)
-    unscored = _unscored(connection, request.tags, since)
-    of_task.update(unscored)
     waiting = len(ready) + unscored.total()
     groups = promised // limits.attempts
     alone = limits.group_size == 1
@@ -399,9 +403,11 @@ def _unscored(connection: Connection, tags: Mapping[str, str], since: float) -> 
     return Counter(dict(connection.execute(query).tuples().all()))
 
 
-def _promised(connection: Connection, now: float) -> int:
-    """Places whose rollouts are not open yet."""
-    opened = exists().where(Rollouts.rollout_id == RolloutPlaces.rollout_id)
+def _promised(connection: Connection, tags: Mapping[str, str], now: float) -> int:
+    """Places whose rollouts are not open yet. A rollout's first call may be stored before its
+    opening, which says of which tags it is: until then the place counts for it."""
+    known = or_(Rollouts.opened.is_(True), has_tags(tags)) if tags else true()
+    opened = exists().where(Rollouts.rollout_id == RolloutPlaces.rollout_id, known)
     query = select(func.count()).where(
         RolloutPlaces.expires_at > now, ~opened.correlate(RolloutPlaces)
     )

@@ -72,6 +72,27 @@ def test_a_place_that_nobody_opens_is_free_again(intake: Intake, fake_clock: Fak
     assert room(intake) == 4
 
 
+def test_a_place_counts_until_the_rollout_is_known_to_be_open(
+    intake: Intake, store: Store, fake_clock: FakeClock
+) -> None:
+    """Its first call may be stored before its opening, which has the tags."""
+    intake.request(intake_request(in_flight=4, tags={"split": "train"}))
+    [place, _] = intake.ask(2).rollout_ids
+    store.append([make_turn("t", place, created_at=fake_clock.now)])
+    assert room(intake) == 2
+    open_rollout(store, place, fake_clock, tags={"split": "train"})
+    assert room(intake) == 2
+
+
+def test_a_rollout_that_nobody_opens_is_not_counted_twice(
+    intake: Intake, store: Store, fake_clock: FakeClock
+) -> None:
+    intake.request(intake_request(in_flight=4))
+    [place] = intake.ask(1).rollout_ids
+    store.append([make_turn("t", place, created_at=fake_clock.now)])
+    assert room(intake) == 3
+
+
 def test_all_places_or_none(intake: Intake) -> None:
     intake.request(intake_request(in_flight=5))
     intake.ask(4)
