@@ -27,6 +27,7 @@ from tracegrad.store.expressions import (
     newest_turn,
 )
 from tracegrad.store.ledger.intake_capacity import (
+    MIN_RETRY_S,
     Capacity,
     IntakeCounts,
     IntakeLimits,
@@ -45,6 +46,8 @@ DEAD_AFTER_S = 60.0
 PLACE_TTL_S = 60.0
 # Places are kept for the time that drivers waited, which a step's metrics have.
 _PLACES_KEPT_S = 86_400.0
+# Longer ago than any look at the intake takes.
+_PLACES_SEEN_S = 3_600.0
 MOST_ROLLOUTS = 10_000  # that one ask may be for
 
 T = TypeVar("T")
@@ -179,24 +182,15 @@ class Intake:
 
         Raises ValueError: more are asked for than there can ever be room for.
         """
-        found = self.state(wanted=wanted)
+        seen, found = self._look(wanted)
         number = wanted or found.attempts or 1
         _refuse_too_many(number, found.limits)
         if not fits(found.capacity, number):
             return Places([], found)
-        if not found.paced:
-            return Places([new_id() for _ in range(number)], found)
-
-        def take(connection: Connection) -> Places:
-            now = statements.server_time(connection)
-            state = _state(connection, now, number)  # others may have asked since
-            if not fits(state.capacity, number):
-                return Places([], state)
-            ids = [new_id() for _ in range(number)]
-            _give(connection, ids, now, waited_s)
-            return Places(ids, state)
-
-        return self._exclusively(take)
+        ids = [new_id() for _ in range(number)]
+        if found.paced:
+            found = self._take(ids, found, seen, waited_s)
+        return Places([] if found.reason else ids, found)
 
     def is_opened(self, rollout_id: str) -> bool:
         """Whether somebody said of which task and tags it is."""
@@ -217,17 +211,36 @@ class Intake:
         one where `reason` is "". Those that training does not select, and those that have begun or
         have one, need none."""
 
-        def take(connection: Connection) -> IntakeState:
-            now = statements.server_time(connection)
-            state = _state(connection, now, 1, begins=rollout_id)
-            if state.paced and not state.reason:
-                _give(connection, [rollout_id], now, waited_s)
-            return state
+        seen, found = self._look(1, begins=rollout_id)
+        if found.reason or not found.paced:
+            return found
+        return self._take([rollout_id], found, seen, waited_s)
 
+    def _look(
+        self, wanted: int | None, *, begins: str | None = None
+    ) -> tuple[_SeenPlaces, IntakeState]:
         with self._store.reading() as connection:
             now = statements.server_time(connection)
-            state = _state(connection, now, 1, begins=rollout_id)
-        return state if state.reason or not state.paced else self._exclusively(take)
+            # First: what is granted after this is counted again where it is taken.
+            since = now - _PLACES_SEEN_S
+            seen = _SeenPlaces(since, _granted_since(connection, since))
+            return seen, _state(connection, now, wanted, begins=begins)
+
+    def _take(
+        self, ids: Sequence[str], state: IntakeState, seen: _SeenPlaces, waited_s: float
+    ) -> IntakeState:
+        """The state; with a reason where others have taken the room since it was looked at. The
+        store's only writer for a moment: nothing but places is counted here."""
+
+        def take(connection: Connection) -> IntakeState:
+            others = _granted_since(connection, seen.since) - seen.places
+            left = (state.capacity.rollouts or 0) - others
+            if len(ids) > left:
+                return _taken_by_others(state, others, max(0, left))
+            _give(connection, ids, statements.server_time(connection), waited_s)
+            return state
+
+        return self._exclusively(take)
 
     def _exclusively(self, work: Callable[[Connection], T]) -> T:
         def once() -> T:
@@ -235,6 +248,30 @@ class Intake:
                 return work(connection)
 
         return retry_on_conflict(once)
+
+
+@dataclass(frozen=True, slots=True)
+class _SeenPlaces:
+    """How many had been given out `since` then, when the intake was looked at."""
+
+    since: float
+    places: int
+
+
+def _granted_since(connection: Connection, since: float) -> int:
+    query = select(func.count()).where(RolloutPlaces.granted_at > since)
+    return int(connection.scalar(query) or 0)
+
+
+def _taken_by_others(state: IntakeState, others: int, left: int) -> IntakeState:
+    assert state.limits is not None, "who is paced has limits"
+    assert state.counts is not None, "and counts"
+    counts = replace(state.counts, open=state.counts.open + others)
+    capacity = replace(state.capacity, rollouts=left, steps=1)
+    reason = describe_limit(capacity, state.limits, counts)
+    return replace(
+        state, capacity=capacity, counts=counts, reason=reason, retry_after_s=MIN_RETRY_S
+    )
 
 
 def _refuse_too_many(number: int, limits: IntakeLimits | None) -> None:
