@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import openai
 
-from tracegrad import flush
+from tracegrad import flush, intake
 from tracegrad.store import TurnCounts
 
 from . import chart, drive, tasks
@@ -23,8 +23,6 @@ from .stage import Stage, served
 STEPS = 32
 GROUPS = 16
 SAMPLES = 8
-# With a batch ready the agent waits: what is sampled further ahead is only older when trained.
-GROUPS_AHEAD = GROUPS
 # Groups without signal make no step; an agent that is always right would work for ever.
 GROUPS_AT_MOST = 3 * GROUPS  # a step
 
@@ -34,6 +32,9 @@ SERVE: Mapping[str, object] = {
     "batches.groups": GROUPS,
     "batches.group_size": SAMPLES,
     "batches.tokens_per_micro_batch": 2048,
+    # The agent waits before more than three batches are under way, so that no turn gets too old.
+    "batches.stale": "wait",
+    "batches.max_staleness": 2,
     "objective.preset": "grpo",
     "optim.lr": 5e-4,
     "fsdp.reshard": "false",
@@ -193,9 +194,11 @@ async def learn(plan: Plan, stage: Stage, screen: Screen) -> None:
             yield task
 
     async def permit() -> None:
-        while stage.groups_ready >= GROUPS_AHEAD and stage.last_step < steps:
+        while stage.last_step < steps:
             stage.check()
-            await asyncio.sleep(0.1)
+            with suppress(TimeoutError):
+                await intake(SAMPLES, timeout_s=1.0)
+                return
 
     with screen.phase("training, while the agent works", steps) as phase:
         groups = drive.train(

@@ -27,7 +27,6 @@ class Stage:
     state_dir: Path
     store: Store
     child: ChildProcess
-    group_size: int
 
     @property
     def version(self) -> int:
@@ -37,11 +36,6 @@ class Stage:
     def last_step(self) -> int:
         step = Ledger(self.store).last_step()
         return step.step if step else 0
-
-    @property
-    def groups_ready(self) -> float:
-        """Groups that wait for the trainer."""
-        return Ledger(self.store).ready({"split": TRAINED_SPLIT}) / self.group_size
 
     def steps(self) -> list[StepRecord]:
         return Ledger(self.store).steps()
@@ -99,13 +93,7 @@ def served(
             tick(_last_line(child.log))
             time.sleep(0.1)
         store = Store.open(f"sqlite:///{state_dir}/store.db", create=False)
-        yield Stage(
-            f"http://127.0.0.1:{port}",
-            state_dir,
-            store,
-            child,
-            int(str(settings["batches.group_size"])),
-        )
+        yield Stage(f"http://127.0.0.1:{port}", state_dir, store, child)
     finally:
         if store is not None:
             store.close()

@@ -19,12 +19,14 @@ from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
 from tracegrad.feedback_client import Feedback, feedback
+from tracegrad.intake_client import Intake, intake, wait_for_intake
 from tracegrad.version import VERSION
 
 __version__ = VERSION
 
 __all__ = [
     "Feedback",
+    "Intake",
     "Outcome",
     "Reward",
     "Rollout",
@@ -32,10 +34,12 @@ __all__ = [
     "__version__",
     "feedback",
     "flush",
+    "intake",
     "reward",
     "rollout",
     "stats",
     "tags",
     "trace",
     "turn",
+    "wait_for_intake",
 ]

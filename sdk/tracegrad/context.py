@@ -70,11 +70,13 @@ class Rollout:
         drop: Callable[[str], int],
         admin_key: str | None = None,
         outer: Rollout | None = None,
+        rollout_id: str | None = None,
     ) -> None:
         """`drop` counts what is not sent, by reason, and returns the count. `admin_key` is
         TRACEGRAD_API_KEY, from which the rollout's own keys are derived; None where the proxy asks
-        for none. `outer` is the rollout inside of which this one is opened."""
-        self.id = new_id()
+        for none. `outer` is the rollout inside of which this one is opened. `rollout_id`: the place
+        that it was given (`intake`); None: it needs none."""
+        self.id = rollout_id or new_id()
         # The key of another rollout opens nothing for this one: its calls stay as they are.
         self.foreign = admin_key is not None and is_secret_key(admin_key)
         self._admin_key = None if self.foreign else admin_key

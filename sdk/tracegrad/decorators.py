@@ -29,7 +29,15 @@ from types import (
 )
 from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
-from tracegrad import context, exporter, http_patching, task_ids, thread_patching, transport
+from tracegrad import (
+    context,
+    exporter,
+    http_patching,
+    intake_client,
+    task_ids,
+    thread_patching,
+    transport,
+)
 from tracegrad.call_check import RewardedRollout
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
@@ -104,13 +112,15 @@ class rollout(AbstractContextManager[Rollout]):
         stray = context.is_stray()
         self._exporter = to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
+        outer = context.current()
         self._rollout = opened = Rollout(
             task_id=self._task,
             url=to.url,
             emit=to.put,
             drop=to.drop,
             admin_key=transport.api_key(),
-            outer=context.current(),
+            outer=outer,
+            rollout_id=intake_client.take_place() if outer is None else None,
         )
         with ExitStack() as scope:
             # Refuses before anything is recorded of what will not run.

@@ -8,6 +8,7 @@ DEFAULT_URL = "http://127.0.0.1:4141"
 EVENTS_PATH = "/api/events"
 FEEDBACK_PATH = "/api/feedback"
 TRACES_PATH = "/v1/traces"
+INTAKE_PATH = "/api/intake"
 METRICS_PATH = "/metrics"
 
 ROLLOUT_HEADER = "x-tracegrad-rollout"

@@ -45,6 +45,7 @@ FLOORS = {
     "tracegrad.http_patching": 2,
     "tracegrad.telemetry": 2,
     "tracegrad.feedback_client": 2,
+    "tracegrad.intake_client": 2,
     "tracegrad.store": 2,
     "tracegrad.chat": 2,
     "tracegrad.thread_patching": 3,

@@ -189,7 +189,13 @@ UNTRAINED_TEXTS = {
     ),
     "stale": ReasonText(
         "Its policy version lagged too far behind the one being trained.",
-        "Train more often or sample less ahead; batches.max_staleness is the bound.",
+        "Train more often, or let drivers wait before that: batches.stale = wait "
+        "(batches.max_staleness is the bound).",
+    ),
+    "over_sampled": ReasonText(
+        "More attempts were made at its task than the group has rollouts, and it is not one of "
+        "those that were kept.",
+        "Nothing: data.over_sample asks for them. data.over_sample_keep says which are kept.",
     ),
     "over_long": ReasonText(
         "It, its path or its preference pair is longer than a batch has room for.",

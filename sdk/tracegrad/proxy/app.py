@@ -41,11 +41,13 @@ from tracegrad.proxy.endpoints.control_api import (
 )
 from tracegrad.proxy.endpoints.count_tokens import CountTokensEndpoint
 from tracegrad.proxy.endpoints.feedback import make_feedback_router
+from tracegrad.proxy.endpoints.intake import make_intake_router
 from tracegrad.proxy.endpoints.llm_call import LlmCallEndpoint, ProxyServices
 from tracegrad.proxy.endpoints.metrics import GaugeSampler, metrics_route
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
+from tracegrad.proxy.engine.intake_gate import IntakeGate
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
 from tracegrad.proxy.engine.upstreams.pushed_weights import PushedWeights
@@ -61,6 +63,7 @@ from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
+from tracegrad.store.ledger.intake import Intake
 from tracegrad.urls import masked
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
@@ -137,10 +140,13 @@ def create_app(
     workers = WorkerThreads()
     limits = RequestSizeLimits.of(settings)
     bodies = BodyReader(limits, workers)
-    metrics.samplers.append(GaugeSampler(metrics, gate, upstream, bodies))
+    intake = Intake(store)
+    paced = _intake_gate(settings, intake, metrics)
+    metrics.samplers.append(GaugeSampler(metrics, gate, upstream, bodies, paced))
     services = ProxyServices(
         upstream=upstream,
         gate=gate,
+        intake=paced,
         recorder=recorder,
         prompt_reuse=continuation,
         trace_index=traces,
@@ -177,6 +183,7 @@ def create_app(
     app.router.routes.append(metrics_route(metrics))
     pushes = links.pushes if links is not None else OwnGate(gate)
     app.include_router(make_control_router(recorder, pushes, store))
+    app.include_router(make_intake_router(intake, metrics))
     app.include_router(make_feedback_router(recorder, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
@@ -212,6 +219,16 @@ def _own_gate(settings: ProxySettings, store: Store) -> WeightUpdateGate:
         held=settings.held,
         max_waiting=settings.max_waiting,
         max_wait_s=settings.max_wait_s,
+    )
+
+
+def _intake_gate(
+    settings: ProxySettings, intake: Intake, metrics: ProxyMetrics
+) -> IntakeGate | None:
+    if not settings.pace_calls:
+        return None
+    return IntakeGate(
+        intake, metrics, max_waiting=settings.max_waiting, max_wait_s=settings.max_wait_s
     )
 
 

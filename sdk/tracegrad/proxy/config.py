@@ -105,6 +105,12 @@ class ProxySettings(FileSettings):
     max_wait_s: float = Field(
         900, gt=0, description="seconds that a call waits for the engine before it gets a 503"
     )
+    pace_calls: bool = Field(
+        False,
+        description="the first call of a rollout that training selects waits while the trainer has"
+        " no room for more (data.in_flight, data.synchronous, batches.stale = wait), for"
+        " max_wait_s at most; then, as everything else, it is let in",
+    )
     held: bool = Field(
         False,
         description="calls wait until the first weight push; for an engine that starts with other"

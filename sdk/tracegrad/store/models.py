@@ -1,9 +1,10 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
 Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
-`turn_ledger`, `version_events`, `decisions`, `removals`. What changes afterwards is small, and says
-how things stand: the columns of `rollouts` for finish, lease and consumption, those of `decisions`
-that say what was done about one, and `policy_versions`.
+`turn_ledger`, `over_sampled`, `version_events`, `decisions`, `removals`. What changes afterwards is
+small, and says how things stand: the columns of `rollouts` for finish, lease and consumption, those
+of `decisions` that say what was done about one, `policy_versions`, and what trainers ask of drivers
+(`intake_requests`, `rollout_places`).
 Times are seconds since the epoch, UTC.
 """
 
@@ -296,6 +297,40 @@ class Leases(Base):
     released_at: Mapped[float | None]
     # `Rewards.seq` of the rollout's newest reward that the lease saw; null before revision 0010.
     newest_reward: Mapped[int | None]
+
+
+class OverSampled(Base):
+    """Attempts that a group was cut by: it was leased without them. They are not trained."""
+
+    __tablename__ = "over_sampled"
+
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"), primary_key=True)
+    lease_id: Mapped[str]
+    created_at: Mapped[float]
+
+
+class IntakeRequests(Base):
+    """How many rollouts a trainer wants to be opened (`ledger.intake`); one row a trainer, which
+    renews it for as long as it lives."""
+
+    __tablename__ = "intake_requests"
+
+    owner: Mapped[str] = mapped_column(primary_key=True)  # as of its leases
+    version: Mapped[int]  # that it serves
+    wanted: Mapped[dict[str, Any]]  # `intake.IntakeRequest`, less what stands here
+    stepped_at: Mapped[float | None]  # of its last step
+    updated_at: Mapped[float]
+
+
+class RolloutPlaces(Base):
+    """Rollouts that somebody was told to open. No foreign key: they may not be open yet."""
+
+    __tablename__ = "rollout_places"
+
+    rollout_id: Mapped[str] = mapped_column(primary_key=True)
+    granted_at: Mapped[float] = mapped_column(index=True)
+    expires_at: Mapped[float]  # where it is not open by then the place is another's
+    waited_s: Mapped[float]  # of who asked, its share
 
 
 class TurnLedger(Base):

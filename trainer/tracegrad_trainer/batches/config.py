@@ -44,10 +44,12 @@ class BatchSettings(BaseModel):
     max_staleness: int | None = Field(
         4, ge=0, description="policy versions a turn may lag behind; none: no limit"
     )
-    stale: Literal["drop", "weight"] = Field(
+    stale: Literal["drop", "wait", "weight"] = Field(
         "drop",
-        description="turns that lag within max_staleness: trained as they are, or with their"
-        " advantage times stale_decay ** lag",
+        description="what max_staleness does. Turns that lag further are never trained; drop: that"
+        " is all. wait: drivers are told to wait before that many batches are under way, as AReaL"
+        " does (docs/training.md, Asynchrony). weight: turns within it have their advantage times"
+        " stale_decay ** lag",
     )
     stale_decay: float = Field(0.8, gt=0, le=1, description="stale = weight: a version of lag")
     drop_equal_reward: bool = Field(
@@ -94,6 +96,15 @@ class BatchSettings(BaseModel):
             raise ValueError(
                 f"stale_decay {self.stale_decay:g}: it is of stale = 'weight', set that or leave it"
                 " out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _waits_for_a_bound(self) -> BatchSettings:
+        if self.stale == "wait" and self.max_staleness is None:
+            raise ValueError(
+                "stale = 'wait' waits by max_staleness, and that is none: give a number of"
+                " versions, or set stale = 'drop'"
             )
         return self
 

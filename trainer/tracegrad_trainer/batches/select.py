@@ -163,7 +163,7 @@ def select(
             "groups_trained": float(len(learnt)),
             **advantage_stats(advantage),
             **turn_stats(len(turns), skipped),
-            **stale_stats(turns, skipped),
+            **stale_stats(turns, skipped, versions),
             **state_stats(turns),
             **row_stats(rows),
             **({} if routing is None else routing_stats(rows)),

@@ -13,6 +13,9 @@ from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.expert_routing import known_tokens
 from tracegrad_trainer.batches.rows import Row
 from tracegrad_trainer.batches.turn_access import is_demonstration, length_of
+from tracegrad_trainer.batches.version_scale import VersionScale
+
+LAST_LAG = 8
 
 Numbers = NDArray[np.float64]
 
@@ -46,14 +49,26 @@ def turn_stats(turns: int, skipped: Mapping[str, str]) -> dict[str, float]:
     }
 
 
-def stale_stats(turns: Sequence[Turn], skipped: Mapping[str, str]) -> dict[str, float]:
-    """`stale_token_share`: of the sampled tokens, those that are too old to be trained."""
+def stale_stats(
+    turns: Sequence[Turn], skipped: Mapping[str, str], versions: VersionScale
+) -> dict[str, float]:
+    """Of the sampled tokens, whatever becomes of them: `lag_share_N` lag N updates (`LAST_LAG`: so
+    many and more), `stale_token_share` are too old to be trained."""
     sampled = [turn for turn in turns if not is_demonstration(turn)]
     tokens = sum(len(turn.completion_token_ids) for turn in sampled)
     stale = sum(
         len(turn.completion_token_ids) for turn in sampled if skipped.get(turn.turn_id) == "stale"
     )
-    return {"stale_token_share": stale / tokens if tokens else 0.0}
+    lags: Counter[int] = Counter()
+    for turn in sampled:
+        for version, count in turn.policy_versions:
+            lags[min(LAST_LAG, max(0, versions.current - versions.place(version)))] += count
+    known = lags.total()
+    return {
+        "sampled_tokens": float(tokens),
+        "stale_token_share": stale / tokens if tokens else 0.0,
+        **{f"lag_share_{lag}": number / known for lag, number in sorted(lags.items())},
+    }
 
 
 def state_stats(turns: Sequence[Turn]) -> dict[str, float]:

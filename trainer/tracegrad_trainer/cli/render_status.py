@@ -12,7 +12,8 @@ from rich.text import Text
 
 from tracegrad.events import Json
 from tracegrad.store import StepRecord
-from tracegrad.text_format import format_age, format_count
+from tracegrad.store.ledger.intake import DEAD_AFTER_S
+from tracegrad.text_format import format_age, format_count, format_elapsed
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.utils.console import (
@@ -182,10 +183,38 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.seconds:
         steps = f"the last {status.seconds_steps} steps" if status.seconds_steps > 1 else "a step"
         shown.add_row("time", f"{format_time_shares(status.seconds)}  over {steps}")
+    if status.lags:
+        shown.add_row("tokens by lag", format_lags(status.lags, status.dropped))
+    if status.intake is not None:
+        shown.add_row("drivers", _drivers(status.intake))
     if status.damaged_records:
         lines = format_count(status.damaged_records, "line")
         shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
     return shown
+
+
+def format_lags(lags: Mapping[str, float], dropped: Mapping[str, float]) -> str:
+    """`0: 41%, 1: 58%, 2: 1%; of all turns 0.5% were too old to be trained, 20% over-sampled`"""
+    shares = ", ".join(f"{lag}: {share:.0%}" for lag, share in lags.items())
+    stale, cut = (100 * dropped.get(why, 0.0) for why in ("stale", "over_sampled"))
+    also = f", {cut:.3g}% over-sampled" if cut else ""
+    return f"{shares}; of all turns {stale:.3g}% were too old to be trained{also}"
+
+
+def _drivers(intake: Json) -> str:
+    """Whether they wait, for what, and how long they have."""
+    if intake["silent_for_s"] > DEAD_AFTER_S:
+        silent = format_elapsed(intake["silent_for_s"])
+        return f"wait for nobody: the trainer's last sign came {silent} ago"
+    if not intake["paced"]:
+        return "wait for nobody: no setting bounds what they open"
+    now = f"may open {format_count(intake['rollouts'], 'rollout')} now"
+    if intake["reason"]:
+        now = f"wait: {intake['reason']}"
+    if not intake["places"]:
+        return now
+    waited = f"waited {format_elapsed(intake['waited_s'])}"
+    return f"{now}; {waited} in all for {format_count(intake['places'], 'rollout')}"
 
 
 def _reasons(not_trained: Mapping[str, int]) -> PlainTable:

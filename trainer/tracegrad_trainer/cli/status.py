@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
-from tracegrad.store import PolicyVersion, StepHistory, Store
+from tracegrad.store import PolicyVersion, StepHistory, Store, TurnCounts
+from tracegrad.store.ledger.group_cut import OVER_SAMPLED
+from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import total_removed
 from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
@@ -49,12 +52,17 @@ class RunStatus:
     success: dict[str, Json]  # by tag `split`: mean, error, rollouts
     seconds: dict[str, float]  # by stage, of the last `seconds_steps` steps
     seconds_steps: int
+    lags: dict[str, float]  # versions of lag -> share of the sampled tokens of the same steps
+    dropped: dict[str, float]  # stale, over_sampled -> share of the turns of the whole run
+    intake: Json | None  # paced, rollouts, reason, silent_for_s, places, waited_s; None: none asks
     push: Json | None  # the last push that served: version, seconds, paused_s, gap
 
     def as_json(self) -> Json:
         return asdict(self)
 
 
+_DROPPED = ("stale", OVER_SAMPLED)
+_LAG_SHARE = "lag_share_"
 _STAGES = {"trainer step": "stepping"}
 
 
@@ -113,6 +121,9 @@ def collect_status(
         success=_success(store, history),
         seconds=dict(seconds),
         seconds_steps=len(recent),
+        lags=lag_shares([step.metrics for step in recent]),
+        dropped=dropped_shares(counts),
+        intake=_intake(store, [step.metrics for step in recent]),
         push=None if version is None else _push(store.version_events(version)),
     )
 
@@ -156,6 +167,40 @@ def _removed(store: Store) -> Json:
     if not gone.get("rollouts"):
         return {}
     return {name: gone.get(name, 0) for name in ("rollouts", "turns", "trained")}
+
+
+def lag_shares(steps: Sequence[Json]) -> dict[str, float]:
+    """Of the tokens that these steps' batches sampled, by lag; {} where none knows it."""
+    by_lag: Counter[str] = Counter()
+    tokens = 0.0
+    for metrics in steps:
+        sampled = metrics.get("sampled_tokens", 0.0)
+        tokens += sampled
+        for name, share in metrics.items():
+            if name.startswith(_LAG_SHARE):
+                by_lag[name.removeprefix(_LAG_SHARE)] += sampled * share
+    return {lag: by_lag[lag] / tokens for lag in sorted(by_lag, key=int)} if tokens else {}
+
+
+def dropped_shares(counts: TurnCounts) -> dict[str, float]:
+    """Of all turns that were trained or skipped, those that asynchrony costs, by reason."""
+    decided = counts.trained + sum(counts.skipped.values())
+    return {why: counts.skipped.get(why, 0) / decided for why in _DROPPED} if decided else {}
+
+
+def _intake(store: Store, steps: Sequence[Json]) -> Json | None:
+    """Of drivers; None where no trainer ever asked for rollouts, or the last one has ended."""
+    state = Intake(store).state()
+    if state.silent_for_s is None:
+        return None
+    return {
+        "paced": state.paced,
+        "rollouts": state.capacity.rollouts,
+        "reason": state.reason,
+        "silent_for_s": state.silent_for_s,
+        "places": int(sum(metrics.get("intake_places", 0.0) for metrics in steps)),
+        "waited_s": sum(metrics.get("intake_waited_s", 0.0) for metrics in steps),
+    }
 
 
 def _push(events: list[PolicyVersion]) -> Json | None:

@@ -74,6 +74,11 @@ _SYNONYMS = {
     "max_model_length": "vllm.max_model_len",
     "lora_rank": "fsdp.lora.rank",
     "lora_alpha": "fsdp.lora.alpha",
+    "max_concurrent_rollouts": "data.in_flight",
+    "max_inflight_rollouts": "data.in_flight",
+    "max_head_offpolicyness": "batches.max_staleness",
+    "max_off_policy_steps": "batches.max_staleness",
+    "max_async_level": "batches.max_staleness",
 }
 
 
@@ -104,10 +109,50 @@ class DataSettings(BaseModel):
         description="groups of a trainer that died are free for others after this time;"
         " one that lives renews them",
     )
+    in_flight: int | None = Field(
+        None,
+        ge=1,
+        description="most rollouts that are open, or wait to be trained, at once: drivers that ask"
+        " wait for a place (AReaL's max_concurrent_rollouts, prime-rl's max_inflight_rollouts);"
+        " left out: any number",
+    )
+    over_sample: int = Field(
+        0,
+        ge=0,
+        description="so many more attempts are asked for at each task than batches.group_size; the"
+        " group is cut to that by over_sample_keep, and the others are kept and skipped as"
+        " over_sampled",
+    )
+    over_sample_keep: Literal["first", "drawn"] = Field(
+        "first",
+        description="first: the attempts that finish first, which prefers short ones, and waits for"
+        " no slow one; drawn: by lot, when all have finished, which prefers none",
+    )
+    synchronous: bool = Field(
+        False,
+        description="rollouts of the next batch are opened only when the weights of this one are"
+        " served, so that every batch is on-policy (AReaL's max_head_offpolicyness = 0)",
+    )
+    silent_s: float = Field(
+        600,
+        gt=0,
+        allow_inf_nan=False,
+        description="a rollout without a call, or without its reward, for so long takes no place of"
+        " in_flight, max_staleness or synchronous any more: who opened it may be gone",
+    )
     refill: bool | None = Field(
         None,
         description="replace groups of equal rewards within the same batch; default: preset dapo's",
     )
+
+    @model_validator(mode="after")
+    def _keep_is_used(self) -> DataSettings:
+        if self.over_sample_keep == "drawn" and not self.over_sample:
+            raise ValueError(
+                "over_sample_keep = 'drawn': there are no more attempts to draw from; set"
+                " over_sample, or leave it out"
+            )
+        return self
 
 
 class RewardSettings(BaseModel):
@@ -315,6 +360,28 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _intake_has_room_for_a_batch(self) -> Self:
+        data, batches = self.data, self.batches
+        if data.over_sample and batches.group_size == 1:
+            raise ValueError(
+                "data.over_sample: groups of one rollout are not cut (batches.group_size = 1);"
+                " leave it out"
+            )
+        if data.in_flight is not None and data.in_flight < self.rollouts_of_batch:
+            attempts = f"(group_size {batches.group_size} + over_sample {data.over_sample})"
+            raise ValueError(
+                f"data.in_flight = {data.in_flight}: a batch is never whole with fewer rollouts"
+                f" than {self.rollouts_of_batch} (batches.groups {batches.groups} x {attempts});"
+                " raise it, or make the batch smaller"
+            )
+        if data.synchronous and batches.stale == "weight":
+            raise ValueError(
+                "data.synchronous: no turn lags, and batches.stale = 'weight' weighs those that do;"
+                " leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _objective_uses_what_is_set(self) -> Self:
         name = self.objective.preset
         if self.batches.stale == "weight" and not self.objective.weighs_turns:
@@ -439,6 +506,11 @@ class TrainerSettings(FileSettings):
     def tokens_of_a_rank(self) -> int:
         """Of a micro-batch, at most: ranks may share one."""
         return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_parallel)
+
+    @property
+    def rollouts_of_batch(self) -> int:
+        """That are opened for one step."""
+        return self.batches.groups * (self.batches.group_size + self.data.over_sample)
 
     @property
     def refills(self) -> bool:
@@ -617,7 +689,11 @@ def without_unused(stored: Json) -> Json:
         batches.pop("stale", None)
     if batches.get("stale") != "weight":
         batches.pop("stale_decay", None)
-    data.pop("refill", None)  # a recorded batch is what it is
+    # A recorded batch is what it is, however its rollouts came.
+    for name in ("refill", "in_flight", "over_sample", "over_sample_keep", "synchronous"):
+        data.pop(name, None)
+    if batches.get("stale") == "wait":
+        batches["stale"] = "drop"
     optim = {"scale_by_groups": False} | stored.get("optim", {})
     found = stored | {"objective": given, "batches": batches, "data": data, "optim": optim}
     if "reference" not in objective.needs:

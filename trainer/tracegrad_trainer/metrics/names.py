@@ -126,9 +126,17 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Staleness": {
         "staleness_mean": Metric("versions", "current version less the token's, mean"),
         "staleness_max": Metric("versions", "current version less the token's, largest"),
+        "sampled_tokens": Metric("tokens", "of the batch that were sampled, trained or not"),
+        "lag_share_…": Metric("share", "of those, that lag so many versions (8: 8 and more)"),
         "stale_token_share": Metric(
             "share",
             "of the batch's sampled tokens, too old to be trained (`batches.max_staleness`)",
+        ),
+        "intake_places": Metric(
+            "rollouts", "that drivers were told to open since the step before", clock=True
+        ),
+        "intake_waited_s": Metric(
+            "s", "that the drivers waited for these, one after the other", clock=True
         ),
         "tokens_lag_…": Metric("tokens", "that lag so many versions (4: 4 and more)"),
         "difference_lag_…": Metric("nats", "|log old - log mu| of those, mean"),

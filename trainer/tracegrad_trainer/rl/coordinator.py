@@ -42,6 +42,7 @@ from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resum
 from tracegrad_trainer.rl.crash_reward import CrashReward
 from tracegrad_trainer.rl.drift_watch import SKIP_REASON, DriftWatch
 from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
+from tracegrad_trainer.rl.intake_report import IntakeReport, over_sample_of
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
 from tracegrad_trainer.rl.step_inputs import StepInputs
@@ -121,6 +122,9 @@ class Coordinator:
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
         self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
+        # Where no more are to come there is nobody to ask for them.
+        asks = self.supply.is_open
+        self.intake = IntakeReport(settings, store, self.owner) if asks else None
         self._held: list[Group] = []
         self._rewards_seen = store.late_rewards().last  # by number of arrival
 
@@ -163,6 +167,8 @@ class Coordinator:
         while not self.stopping():
             more = self._lease()
             self._held += more
+            if more and self.intake is not None and self.settings.refills:
+                self.intake.set_useless(sum(map(has_equal_rewards, self._held)))
             if self._held and (self._full() or not (more or self.supply.is_open)):
                 batch = self._batch(version)
                 if batch is not None:
@@ -208,6 +214,7 @@ class Coordinator:
             at_least=1 if some else None,
             expert_routing=self.routing is not None,
             held=self.leases.rollouts,
+            over_sample=over_sample_of(self.settings),
         )
         self.leases.hold(groups)  # a judge may take its time
         return self.judging.apply(groups) if self.judging else groups
@@ -308,7 +315,13 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **self._late_rewards(), **self._drift(metrics), **metrics},
+            metrics={
+                **selection.stats,
+                **self._late_rewards(),
+                **({} if self.intake is None else self.intake.metrics()),
+                **self._drift(metrics),
+                **metrics,
+            },
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
         )
@@ -366,6 +379,18 @@ class Coordinator:
         found = self.store.late_rewards(after=self._rewards_seen)
         self._rewards_seen = found.last
         return {"rewards_after_training": float(found.rewards)}
+
+    def report_served(self, version: int, made: Sequence[Group], *, stepped: bool) -> None:
+        """To drivers: the weights of `version` are served; `made` are groups of steps that are not
+        committed. `stepped`: by a step of just now."""
+        if self.intake is not None:
+            self.intake.update(version=version, made=made, stepped=stepped)
+
+    def close(self) -> None:
+        """Nothing is renewed any more."""
+        self.leases.close()
+        if self.intake is not None:
+            self.intake.close()
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""

@@ -30,6 +30,7 @@ from tracegrad_trainer.rl.coordinator import (
     has_equal_rewards,
     resume_point,
 )
+from tracegrad_trainer.rl.intake_report import over_sample_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +102,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
         expert_routing=routing is not None,
         idle_s=data.idle_s,
+        over_sample=over_sample_of(settings),
     )
     failed = store.failed_versions()
 

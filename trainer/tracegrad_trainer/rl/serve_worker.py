@@ -49,6 +49,7 @@ class ServeWorker:
         run_on_rank_zero(self._check_endpoints)
         training.watch.lap("start")
         self._publish()  # a broken path to the engine fails here, before anything is trained
+        training.report_served(stepped=False)
         while (task := training.next_action()) != "stop":
             if task == "train":
                 self._train()
@@ -57,12 +58,16 @@ class ServeWorker:
             elif task == "save":
                 training.save()
         training.commit_pending()
+        training.end_intake()
 
     def _train(self) -> None:
         """The batch at hand, and the push of what came of it."""
         with self.publisher.engine_stopped():
-            if self.training.train_batch() and self.training.policy_moved:
+            stepped = self.training.train_batch()
+            if stepped and self.training.policy_moved:
                 self._publish()
+        if stepped:
+            self.training.report_served(stepped=True)
 
     def _check_endpoints(self) -> None:
         """Once they answer: whether they are what we train for. Raises ValueError."""

@@ -101,7 +101,7 @@ class TrainLoop:
                 supply=supply,
                 vocabulary=model_vocab_size(self.learner.model),
             )
-            stack.callback(lambda: self.leading.leases.close())
+            stack.callback(lambda: self.leading.close())
         self.pending = PendingSteps(settings, self.coordinator, self.sinks)
         stack.callback(self._release)
 
@@ -240,6 +240,23 @@ class TrainLoop:
         """Begins the checkpoint of the steps that none has yet."""
         self.report_stage("saving")
         self._save()
+
+    def report_served(self, *, stepped: bool) -> None:
+        """To drivers: the learner's weights are served, so that more rollouts may be opened."""
+
+        def report() -> None:
+            self.leading.report_served(self.version, self.pending.groups, stepped=stepped)
+
+        run_on_rank_zero(report)
+
+    def end_intake(self) -> None:
+        """Drivers are held back no more: training ends well."""
+
+        def withdraw() -> None:
+            if self.leading.intake is not None:
+                self.leading.intake.withdraw()
+
+        run_on_rank_zero(withdraw)
 
     def commit_pending(self) -> None:
         """Commits every step that was made, once a checkpoint has it.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from tracegrad.events import Json
 from tracegrad.store import Ledger, Store
 from tracegrad.store.ledger.idle import MOST_LOOKED_AT
+from tracegrad.store.ledger.leases import NO_OVER_SAMPLE, OverSample
 from tracegrad.store.ledger.readiness import BatchReadiness
 from tracegrad.store.types import InferredOpen
 from tracegrad.text_format import format_age, format_count, format_elapsed
@@ -34,6 +35,7 @@ class BatchNeeds:
     refills: bool
     url: str | None  # the proxy's
     idle_s: float | None = None
+    over_sample: OverSample = NO_OVER_SAMPLE
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
@@ -48,6 +50,9 @@ class BatchNeeds:
             refills=resolved["objective"].get("preset") == "dapo" if refill is None else refill,
             url=url,
             idle_s=data.get("idle_s"),
+            over_sample=OverSample(
+                data.get("over_sample", 0), data.get("over_sample_keep", "first")
+            ),
         )
 
 
@@ -68,6 +73,7 @@ def wait_reason(
         group_size=needs.group_size,
         tags=needs.tags,
         incomplete_after_s=needs.incomplete_after_s,
+        over_sample=needs.over_sample,
     )
     if found.is_empty:
         where = f" at {needs.url}/v1" if needs.url else ""

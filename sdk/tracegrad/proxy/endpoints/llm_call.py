@@ -35,6 +35,7 @@ from tracegrad.proxy.capture.retry_cache import (
 )
 from tracegrad.proxy.dialects.base import Dialect, StreamWriter
 from tracegrad.proxy.engine.completion import SampledCompletion
+from tracegrad.proxy.engine.intake_gate import IntakeGate
 from tracegrad.proxy.engine.request import EngineRequest, request_body
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.response import (
@@ -72,6 +73,7 @@ class ProxyServices:
 
     upstream: Upstream
     gate: WeightUpdateGate
+    intake: IntakeGate | None  # where calls are paced
     recorder: Recorder
     prompt_reuse: PromptReuse
     trace_index: TraceIndex
@@ -242,7 +244,7 @@ class LlmCallEndpoint:
         try:
             async with (
                 cancel_on_disconnect(receive),
-                _admitted(context),
+                self._admitted(context),
                 self._engine_response(context) as engine,
             ):
                 if stream is None:
@@ -272,7 +274,7 @@ class LlmCallEndpoint:
             try:
                 async with (
                     cancel_on_disconnect(receive),
-                    _admitted(context),
+                    self._admitted(context),
                     self._engine_response(context) as engine,
                 ):
                     relay = _Relay(stream, context.admission, writer, response)
@@ -310,6 +312,22 @@ class LlmCallEndpoint:
         context.timing.broken = True
         self._services.retry_cache.record_failure(context.fingerprint)
         await response.send(writer.error(broken), last=True)
+
+    @asynccontextmanager
+    async def _admitted(self, context: CallContext) -> AsyncIterator[None]:
+        """Between the gate and the engine's last word."""
+        timing, gate_held_s = context.timing, context.admission.gate_held_s
+        timing.entered_gate()
+        if self._services.intake is not None:
+            await self._services.intake.enter(context.owner.rollout_id)
+        async with context.admission:
+            timing.admitted()
+            before_s = gate_held_s()
+            try:
+                yield
+            finally:
+                timing.ended()
+                timing.held_s = gate_held_s() - before_s
 
     @asynccontextmanager
     async def _engine_response(self, context: CallContext) -> AsyncIterator[UpstreamResponse]:
@@ -366,21 +384,6 @@ class LlmCallEndpoint:
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
-
-
-@asynccontextmanager
-async def _admitted(context: CallContext) -> AsyncIterator[None]:
-    """Between the gate and the engine's last word."""
-    timing, gate_held_s = context.timing, context.admission.gate_held_s
-    timing.entered_gate()
-    async with context.admission:
-        timing.admitted()
-        before_s = gate_held_s()
-        try:
-            yield
-        finally:
-            timing.ended()
-            timing.held_s = gate_held_s() - before_s
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tracegrad.protocol import METRICS_PATH
+from tracegrad.proxy.engine.intake_gate import IntakeGate
 from tracegrad.proxy.engine.upstreams import Upstream, UpstreamPool
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.request_body import BodyReader
@@ -33,16 +34,20 @@ class GaugeSampler:
         gate: WeightUpdateGate,
         upstream: Upstream,
         bodies: BodyReader,
+        intake: IntakeGate | None = None,
     ) -> None:
         self._metrics = metrics
         self._gate = gate
         self._upstream = upstream
         self._bodies = bodies
+        self._intake = intake
         self._counted_s = 0.0  # of the gate's holds
 
     def __call__(self) -> None:
         metrics, state = self._metrics, self._gate.state()
         metrics.set("calls_waiting", "gate", value=state["waiting"])
+        if self._intake is not None:
+            metrics.set("calls_waiting", "intake", value=self._intake.waiting)
         metrics.set("gate_held", value=state["held"])
         metrics.set("policy_version", value=state["version"])
         held_s = self._gate.ended_holds_s

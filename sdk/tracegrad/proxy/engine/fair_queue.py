@@ -46,6 +46,20 @@ class FairQueue:
             if lane:
                 self._lanes[key] = lane
 
+    @property
+    def first(self) -> str | None:
+        """The rollout whose turn it is; None: nobody with a name waits."""
+        return next(iter(self._lanes), None)
+
+    def holds(self, key: str | None) -> bool:
+        """Whether a call of the rollout waits."""
+        return key in self._lanes
+
+    def release_key(self, key: str | None) -> None:
+        """All calls of one rollout go on, in order."""
+        for place in self._lanes.pop(key, ()):
+            self._leave(place, None)
+
     def _make_room(self, key: str | None) -> None:
         if self._count < self._longest:
             return

@@ -58,8 +58,24 @@ def metrics_of(upstreams: Sequence[str] = ()) -> dict[str, Metric]:
         "calls_in_flight": Metric("gauge", "LLM calls that were received and have not ended"),
         "calls_waiting": Metric(
             "gauge",
-            "of them, those that wait at the closed gate, or for an engine that is down",
-            {"at": ("gate", "engine")},
+            "of them, those that wait at the closed gate, for an engine that is down, or for a"
+            " place of their rollout (`pace_calls`)",
+            {"at": ("gate", "engine", "intake")},
+        ),
+        "intake_asks_total": Metric(
+            "counter",
+            "asks of drivers for places: `granted`, or told to `wait`",
+            {"answer": ("granted", "wait")},
+        ),
+        "intake_places_total": Metric("counter", "rollouts that drivers were told to open"),
+        "intake_waited_seconds_total": Metric(
+            "counter", "seconds that drivers, and paced rollouts, waited for their places"
+        ),
+        "paced_rollouts_total": Metric(
+            "counter",
+            "rollouts whose first call was paced: they got a place (`placed`), or were `let_in`"
+            " without one after max_wait_s",
+            {"how": ("placed", "let_in")},
         ),
         "call_seconds": Metric(
             "histogram", "seconds of a call that became a turn, from its arrival to its commit"

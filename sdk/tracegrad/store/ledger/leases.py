@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import sha256
+from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
 
@@ -22,12 +23,24 @@ from tracegrad.store.expressions import (
     newest_reward,
     training_state,
 )
-from tracegrad.store.models import Leases, Rewards, Rollouts
+from tracegrad.store.models import Leases, OverSampled, Rewards, Rollouts
 from tracegrad.store.read.training_samples import load_samples
 from tracegrad.store.rows import chunks, load, rows_of_keys
 from tracegrad.store.types import Group, IncompleteGroup
 
 MOST_UNREWARDED = 1_000  # that are asked for at once
+
+
+@dataclass(frozen=True, slots=True)
+class OverSample:
+    """So many more attempts are made at a task than its group has rollouts. `keep`: the group is
+    the first of them that finish, or is drawn from them when all have finished."""
+
+    attempts: int = 0
+    keep: Literal["first", "drawn"] = "first"
+
+
+NO_OVER_SAMPLE = OverSample()
 NO_LEASE = {"lease_id": None, "lease_owner": None, "leased_until": None}
 
 
@@ -73,6 +86,7 @@ def ready_rollouts(
             reward.is_not(None),
             has_turns(),
             has_tags(tags),
+            ~exists().where(OverSampled.rollout_id == Rollouts.rollout_id),
         )
         .order_by(ended_at, Rollouts.rollout_id)
     )
@@ -239,20 +253,33 @@ def end_leases(connection: Connection, now: float, *which: ColumnElement[bool]) 
 
 
 def form_groups(
-    ready: Sequence[ReadyRollout], size: int, stale_before: float
+    ready: Sequence[ReadyRollout],
+    size: int,
+    stale_before: float,
+    over_sample: OverSample = NO_OVER_SAMPLE,
 ) -> list[list[ReadyRollout]]:
     """Groups in the order in which their last rollout finished."""
     by_task: dict[tuple[str, str], list[ReadyRollout]] = {}
     for rollout in ready:
         key = ("task", rollout.task_id) if rollout.task_id else ("rollout", rollout.rollout_id)
         by_task.setdefault(key, []).append(rollout)
+    # Drawn ones are drawn from all attempts, so that none is preferred for being done early.
+    enough = size + over_sample.attempts if over_sample.keep == "drawn" else size
     groups = []
     for rollouts in by_task.values():
-        for group in chunks(rollouts, size):
+        for group in chunks(rollouts, enough):
             stale = len(group) >= 2 and group[-1].finished_at < stale_before
-            if len(group) == size or stale:
-                groups.append(list(group))
+            if len(group) == enough or stale:
+                groups.append(_kept(group, size))
     return sorted(groups, key=lambda group: group[-1].finished_at)
+
+
+def _kept(group: Sequence[ReadyRollout], size: int) -> list[ReadyRollout]:
+    """`size` of them, drawn by their ids, which say nothing of their rollouts."""
+    if len(group) <= size:
+        return list(group)
+    drawn = sorted(group, key=lambda one: sha256(one.rollout_id.encode()).digest())[:size]
+    return sorted(drawn, key=lambda one: (one.finished_at, one.rollout_id))
 
 
 def update_rollouts(connection: Connection, ids: Sequence[str], values: Mapping[str, Any]) -> int:

@@ -25,6 +25,7 @@ from tracegrad.store.ledger.fencing import (
     refuse_recorded_turns,
     refuse_step,
 )
+from tracegrad.store.ledger.group_cut import OVER_SAMPLED, cut_groups, finished_cut
 from tracegrad.store.ledger.idle import (
     MOST_CLOSED,
     close_idle,
@@ -33,6 +34,8 @@ from tracegrad.store.ledger.idle import (
     inferred_open,
 )
 from tracegrad.store.ledger.leases import (
+    NO_OVER_SAMPLE,
+    OverSample,
     ReadyRollout,
     end_leases,
     extend,
@@ -86,6 +89,7 @@ class Ledger:
         at_least: int | None = None,
         expert_routing: bool = True,
         held: Collection[str] = (),
+        over_sample: OverSample = NO_OVER_SAMPLE,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -96,7 +100,8 @@ class Ledger:
         `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
-        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
+        with the outcome as the reason; so are, as `over_sampled`, the attempts that a group was cut
+        by (`over_sample`). The lease ends after `ttl_s` seconds by itself, unless it
         is renewed. Rollouts in `held`, which the caller has already, are not given out again,
         whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
         are large.
@@ -107,15 +112,21 @@ class Ledger:
         def take(connection: Connection) -> tuple[float, list[list[ReadyRollout]]]:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
+            _consume_over_sampled(connection, now)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
-            chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+            before = now - incomplete_after_s
+            chosen = form_groups(ready, group_size, before, over_sample)[:groups]
             while gone := reopened_rollouts(connection, chosen):
                 ready = [rollout for rollout in ready if rollout.rollout_id not in gone]
-                chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
+                chosen = form_groups(ready, group_size, before, over_sample)[:groups]
             if len(chosen) < (groups if at_least is None else at_least):
                 return now, []
             grant(connection, chosen, lease_id, owner, now, now + ttl_s)
+            if over_sample.attempts:
+                whole = [group for group in chosen if len(group) == group_size]
+                cut_groups(connection, whole, over_sample.attempts, lease_id, tags or {}, now, held)
+                _consume_over_sampled(connection, now)
             return now, chosen
 
         now, chosen = self._exclusively(take)
@@ -162,6 +173,7 @@ class Ledger:
         group_size: int,
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
+        over_sample: OverSample = NO_OVER_SAMPLE,
     ) -> BatchReadiness:
         """How many groups `lease` could give now, and what the other rollouts wait for."""
         _check(groups=1, group_size=group_size, ttl_s=1.0)
@@ -171,6 +183,7 @@ class Ledger:
                 group_size=group_size,
                 tags=tags or {},
                 incomplete_after_s=incomplete_after_s,
+                over_sample=over_sample,
             )
 
     def preview(
@@ -182,6 +195,7 @@ class Ledger:
         incomplete_after_s: float = float("inf"),
         expert_routing: bool = True,
         idle_s: float | None = None,
+        over_sample: OverSample = NO_OVER_SAMPLE,
     ) -> LeasePreview:
         """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
         too, and who waits. Changes nothing."""
@@ -192,7 +206,7 @@ class Ledger:
             ready = ready_rollouts(
                 connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
             )
-            formed = form_groups(ready, group_size, now - incomplete_after_s)
+            formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
             alone = [rollout for rollout in ready if rollout.rollout_id not in grouped]
             return LeasePreview(
@@ -340,6 +354,18 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
             select(Turns.turn_id, null(), Rollouts.outcome, literal(now))
             .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
             .where(Rollouts.rollout_id.in_(some))
+        )
+        columns = ["turn_id", "step", "skip_reason", "created_at"]
+        connection.execute(insert(TurnLedger).from_select(columns, turns))
+    update_rollouts(connection, ids, {"consumed_at": now})
+
+
+def _consume_over_sampled(connection: Connection, now: float) -> None:
+    """Those that have ended; the others are when they have."""
+    ids = finished_cut(connection)
+    for some in chunks(ids):
+        turns = select(Turns.turn_id, null(), literal(OVER_SAMPLED), literal(now)).where(
+            Turns.rollout_id.in_(some)
         )
         columns = ["turn_id", "step", "skip_reason", "created_at"]
         connection.execute(insert(TurnLedger).from_select(columns, turns))

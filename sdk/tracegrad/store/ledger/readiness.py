@@ -13,7 +13,12 @@ from tracegrad.events import Outcome
 from tracegrad.store.databases import statements
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags, training_state
 from tracegrad.store.ledger.idle import inferred_open
-from tracegrad.store.ledger.leases import form_groups, ready_rollouts
+from tracegrad.store.ledger.leases import (
+    NO_OVER_SAMPLE,
+    OverSample,
+    form_groups,
+    ready_rollouts,
+)
 from tracegrad.store.models import Rollouts, Steps, TurnLedger, Turns
 from tracegrad.store.types import InferredOpen
 
@@ -40,12 +45,17 @@ class BatchReadiness:
 
 
 def batch_readiness(
-    connection: Connection, *, group_size: int, tags: Mapping[str, str], incomplete_after_s: float
+    connection: Connection,
+    *,
+    group_size: int,
+    tags: Mapping[str, str],
+    incomplete_after_s: float,
+    over_sample: OverSample = NO_OVER_SAMPLE,
 ) -> BatchReadiness:
     """`incomplete_after_s` as `Ledger.lease` has it."""
     now = statements.server_time(connection)
     ready = ready_rollouts(connection, tags, now, alone=group_size == 1)
-    formed = form_groups(ready, group_size, now - incomplete_after_s)
+    formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
     taken = {rollout.rollout_id for group in formed for rollout in group}
     lacking = [each for each in ready if each.rollout_id not in taken]
     left = Counter(each.task_id for each in lacking)

@@ -42,8 +42,10 @@ from tracegrad.store.maintenance.sizes import all_bytes, rollout_bytes
 from tracegrad.store.models import (
     Leases,
     Outcomes,
+    OverSampled,
     Rewards,
     RolloutKeys,
+    RolloutPlaces,
     Rollouts,
     RolloutTags,
     Spans,
@@ -222,6 +224,12 @@ def _as_many(connection: Connection, keys: Sequence[PageKey], left: int | None) 
     return chosen
 
 
+_OF_A_ROLLOUT = (
+    *(Turns, Spans, Rewards, Outcomes, RolloutTags),
+    *(RolloutKeys, RolloutPlaces, Leases, OverSampled),
+)
+
+
 def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     """All that belongs to the rollouts, which are locked. Returns the counts."""
     removed = _counted(connection, ids)
@@ -229,7 +237,7 @@ def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     connection.execute(delete(TurnLedger).where(TurnLedger.turn_id.in_(turns)))
     shared = remove_links(connection, TurnTexts.turn_id.in_(turns))
     # Turns refer to each other: databases check that when the whole statement is done.
-    for table in (Turns, Spans, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases):
+    for table in _OF_A_ROLLOUT:
         gone = connection.execute(delete(table).where(table.rollout_id.in_(ids))).rowcount
         removed[table.__tablename__] = gone
     removed["rollouts"] = connection.execute(

@@ -236,6 +236,7 @@ def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
         "/api/anchors/next",
         "/api/events",
         "/api/feedback",
+        "/api/intake",
         "/api/push",
         "/api/push/hold",
         "/api/push/version",

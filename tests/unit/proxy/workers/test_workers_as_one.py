@@ -14,9 +14,11 @@ import pytest
 from support.engines.mock_engine import MODEL, Answer, render
 from support.proxy.otlp_json import chat, send, span
 from support.proxy.workers import ADMIN_KEY, Workers, two_workers
+from support.store.intake_requests import intake_request
 from tracegrad.events import Outcome, Turn
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.workers.worker import worker_settings
+from tracegrad.store.ledger.intake import Intake
 
 
 @pytest.fixture
@@ -82,6 +84,25 @@ def test_a_call_that_runs_in_one_worker_is_counted_by_the_other(lasting: Workers
         thread.join()
         lasting.engine._gates.clear()
     assert [each["calls"] for each in answer["calls"]] == [1, 0]
+
+
+def test_places_are_given_once_whichever_worker_is_asked(workers: Workers) -> None:
+    """By drivers at once, and over both databases."""
+    Intake(workers.store).request(intake_request(in_flight=12))
+    found: list[str] = []
+
+    def drive(client: httpx.Client) -> None:
+        for _ in range(5):
+            answer = client.post("/api/intake", json={"rollouts": 2})
+            assert answer.status_code in (201, 202)
+            found.extend(answer.json()["rollout_ids"])
+
+    threads = [threading.Thread(target=drive, args=(client,)) for client in workers.clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(set(found)) == 12
 
 
 def test_a_retry_that_meets_another_worker_gets_the_recorded_answer(lasting: Workers) -> None:

@@ -76,6 +76,8 @@ def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
         "outcomes": 2,
         "rollout_tags": 0,
         "rollout_keys": 2,
+        "over_sampled": 0,
+        "rollout_places": 0,
         "leases": 0,
         "bytes": removed["bytes"],
     }

@@ -140,6 +140,13 @@ def test_stale_turns_count_less_and_too_stale_ones_nothing() -> None:
     assert chosen.skipped == {"old": "stale"}
     tokens = len(turns[0].completion_token_ids)
     assert chosen.stats["stale_token_share"] == tokens / (3 * tokens + 2), "no demonstration's"
+    # Each token by its own lag, trained or not; no demonstration's.
+    assert {k: v for k, v in chosen.stats.items() if k.startswith("lag_share")} == {
+        "lag_share_0": pytest.approx((2 * tokens + 1) / (3 * tokens + 2)),
+        "lag_share_2": pytest.approx(1 / (3 * tokens + 2)),
+        "lag_share_4": pytest.approx(tokens / (3 * tokens + 2)),
+    }
+    assert chosen.stats["sampled_tokens"] == 3 * tokens + 2
     by_turn = {row.kept_turn_ids[0]: row.advantage[row.keep].tolist() for row in chosen.rows}
     # The whole turn by its oldest token: a turn has one advantage.
     assert by_turn["new"] == [0.5, 0.5]
@@ -243,6 +250,8 @@ def test_the_selection_says_what_it_is_made_of() -> None:
         "turns_skipped": 3,
         "skipped_equal_reward": 2,
         "skipped_media": 1,
+        "sampled_tokens": 12,
+        "lag_share_0": 1,
         "stale_token_share": 0,
         "states_given": 0,
         "states_observed": 0,

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from sqlalchemy import event
+from sqlalchemy import event, update
 
 from support.proxy.servers import eventually
+from support.store.intake_requests import intake_request
 from support.trainer.step_samples import rollout
 from tracegrad.events import Event, RolloutStarted
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
+from tracegrad.store.models import IntakeRequests
 from tracegrad_trainer.cli import render_status
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.status import RECENT_STEPS, RunStatus, collect_status
@@ -410,3 +413,39 @@ def test_it_is_watched_until_ctrl_c(
         found = re.findall(r"in (\d) steps?\b", text)
         assert found == ["0", "1", "2"]
         assert ("\x1b[?1049h" in text, "\x1b[?1049l" in text) == (terminal, terminal)
+
+
+def test_the_lag_of_tokens_is_that_of_all_steps(store: Store, tmp_path: Path) -> None:
+    for step, (tokens, shares) in enumerate([(100.0, (1.0, 0.0)), (300.0, (0.5, 0.5))], start=1):
+        lags = {f"lag_share_{lag}": share for lag, share in enumerate(shares)}
+        metrics = METRICS | {"sampled_tokens": tokens} | lags
+        record = StepRecord(step=step, version=step, metrics=metrics, checkpoint="c")
+        Ledger(store).commit_step(record, trained=[], skipped={}, rollouts=[])
+    store.append(rollout("r", "t", reward=1.0, seed=0))
+    turns = [turn.turn_id for turn in store.rollout_turns("r")]
+    Ledger(store).commit_skipped(dict.fromkeys(turns, "stale"), ["r"])
+    found = collect_status(store, tmp_path)
+    assert found.lags == {"0": 0.625, "1": 0.375}
+    assert found.dropped == {"stale": 1.0, "over_sampled": 0.0}
+    assert "0: 62%, 1: 38%; of all turns 100% were" in printed(found, 200)
+
+
+def test_who_drives_is_told_whether_and_why_to_wait(store: Store, tmp_path: Path) -> None:
+    assert collect_status(store, tmp_path).intake is None
+    intake = Intake(store)
+    intake.request(intake_request())
+    assert "wait for nobody: no setting bounds what they open" in printed(
+        collect_status(store, tmp_path), 200
+    )
+    intake.request(intake_request(in_flight=4))
+    assert "may open 4 rollouts now" in printed(collect_status(store, tmp_path), 200)
+    intake.ask(4)
+    assert "wait: data.in_flight = 4: 4 open" in printed(collect_status(store, tmp_path), 200)
+
+
+def test_a_trainer_that_gives_no_sign_holds_nobody_back(store: Store, tmp_path: Path) -> None:
+    Intake(store).request(intake_request(in_flight=4))
+    with store.exclusive() as connection:
+        connection.execute(update(IntakeRequests).values(updated_at=time.time() - 120))
+    said = printed(collect_status(store, tmp_path), 200)
+    assert "wait for nobody: the trainer's last sign came 2 min ago" in said

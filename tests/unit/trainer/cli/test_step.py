@@ -331,6 +331,24 @@ def test_the_reference_is_the_model_unless_another_is_named(model: Path, tmp_pat
     [
         ({"objective__preset": "ppo", "batches__stale": "weight"}, "objective 'ppo' does not read"),
         ({"objective__preset": "ppo", "data__refill": "true"}, "data.refill replaces groups of eq"),
+        (
+            {"data__in_flight": 5},
+            "data.in_flight = 5: a batch is never whole with fewer rollouts than 6",
+        ),
+        (
+            {"data__over_sample": 1, "data__in_flight": 7},
+            "than 8 (batches.groups 2 x (group_size 3 + over_sample 1)); raise it",
+        ),
+        (
+            {"data__over_sample": 1, "batches__group_size": 1, "objective__advantage": "running"},
+            "data.over_sample: groups of one rollout are not cut",
+        ),
+        ({"data__over_sample_keep": "drawn"}, "over_sample_keep = 'drawn': there are no more"),
+        (
+            {"data__synchronous": "true", "batches__stale": "weight"},
+            "data.synchronous: no turn lags, and batches.stale = 'weight'",
+        ),
+        ({"batches__stale": "wait"}, "stale = 'wait' waits by max_staleness, and that is none"),
         ({"batches__stale_decay": 0.5}, "stale_decay 0.5: it is of stale = 'weight'"),
         ({"objective__gae_lambda": 0.5}, "gae_lambda = 0.5: nothing in this objective uses it (it"),
         ({"batches__group_size": 1}, "'grpo' compares the rollouts of a group"),

@@ -30,6 +30,7 @@ SOMETIMES = {
         "memory_peak",
         "expert_routing_known_share",
     ),
+    *("intake_places", "intake_waited_s"),  # of `trainer serve`
     *("push/bytes", "push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
     *("push/failed", "push/seconds", "push/seconds/…", "push/paused_s"),
 }
