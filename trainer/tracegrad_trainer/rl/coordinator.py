@@ -40,7 +40,7 @@ from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
 from tracegrad_trainer.rl.crash_reward import CrashReward
-from tracegrad_trainer.rl.drift_watch import SKIP_REASON, DriftWatch
+from tracegrad_trainer.rl.drift_watch import DRIFT_GUARD, DriftWatch
 from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.rl.intake_report import IntakeReport, over_sample_of
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
@@ -227,7 +227,7 @@ class Coordinator:
             return None  # it is filled up again
         if self.drift is not None and self.drift.stops(groups):
             self._held = []
-            self._consume(groups, _every_turn(groups, SKIP_REASON))
+            self._consume(groups, _every_turn(groups, DRIFT_GUARD))
             return None
         before = copy.deepcopy(self.memory)
         failed = self.store.failed_versions()

@@ -16,7 +16,7 @@ from tracegrad_trainer.guards.drift import ObservedRollout
 logger = logging.getLogger(__name__)
 
 # Of turns that a guard kept from being trained (`inspect.reasons`).
-SKIP_REASON = "drift_guard"
+DRIFT_GUARD = "drift_guard"
 
 
 class DriftWatch:
