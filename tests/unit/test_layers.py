@@ -92,7 +92,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tracegrad_trainer": (
         "utils",
         "metrics losses",
-        "batches",
+        "batches rewards",
         "engine",
         "config",
         "launch",

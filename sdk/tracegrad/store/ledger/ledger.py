@@ -86,6 +86,7 @@ class Ledger:
         at_least: int | None = None,
         expert_routing: bool = True,
         held: Collection[str] = (),
+        composed: bool = False,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -99,7 +100,8 @@ class Ledger:
         with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
         is renewed. Rollouts in `held`, which the caller has already, are not given out again,
         whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
-        are large.
+        are large. `composed`: a rollout has a reward when one was composed of its parts, or given
+        by a rule; one that somebody gave waits for the sum that it is a part of.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -107,7 +109,9 @@ class Ledger:
         def take(connection: Connection) -> tuple[float, list[list[ReadyRollout]]]:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
-            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            ready = ready_rollouts(
+                connection, tags or {}, now, alone=group_size == 1, composed=composed
+            )
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
             while gone := reopened_rollouts(connection, chosen):
@@ -162,6 +166,7 @@ class Ledger:
         group_size: int,
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
+        composed: bool = False,
     ) -> BatchReadiness:
         """How many groups `lease` could give now, and what the other rollouts wait for."""
         _check(groups=1, group_size=group_size, ttl_s=1.0)
@@ -171,6 +176,7 @@ class Ledger:
                 group_size=group_size,
                 tags=tags or {},
                 incomplete_after_s=incomplete_after_s,
+                composed=composed,
             )
 
     def preview(
@@ -182,6 +188,7 @@ class Ledger:
         incomplete_after_s: float = float("inf"),
         expert_routing: bool = True,
         idle_s: float | None = None,
+        composed: bool = False,
     ) -> LeasePreview:
         """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
         too, and who waits. Changes nothing."""
@@ -190,7 +197,12 @@ class Ledger:
             now = statements.server_time(connection)
             idle_before = None if idle_s is None else now - idle_s
             ready = ready_rollouts(
-                connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
+                connection,
+                tags or {},
+                now,
+                alone=group_size == 1,
+                idle_before=idle_before,
+                composed=composed,
             )
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -204,7 +216,7 @@ class Ledger:
                     expert_routing=expert_routing,
                 ),
                 more=len(formed[groups:]),
-                incomplete=incomplete_groups(connection, alone, tags or {}, now),
+                incomplete=incomplete_groups(connection, alone, tags or {}, now, composed=composed),
                 idle=0 if idle_before is None else count_idle(connection, tags or {}, idle_before),
                 idle_before=idle_before,
                 inferred_open=inferred_open(connection, tags or {}, now, since=idle_before),

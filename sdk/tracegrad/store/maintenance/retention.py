@@ -46,6 +46,7 @@ from tracegrad.store.models import (
     RolloutKeys,
     Rollouts,
     RolloutTags,
+    Scorings,
     Spans,
     TurnLedger,
     Turns,
@@ -229,7 +230,7 @@ def _remove(connection: Connection, ids: Sequence[str]) -> Json:
     connection.execute(delete(TurnLedger).where(TurnLedger.turn_id.in_(turns)))
     shared = remove_links(connection, TurnTexts.turn_id.in_(turns))
     # Turns refer to each other: databases check that when the whole statement is done.
-    for table in (Turns, Spans, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases):
+    for table in (Turns, Spans, Scorings, Rewards, Outcomes, RolloutTags, RolloutKeys, Leases):
         gone = connection.execute(delete(table).where(table.rollout_id.in_(ids))).rowcount
         removed[table.__tablename__] = gone
     removed["rollouts"] = connection.execute(
