@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from tracegrad.events import Reward, is_reward
 from tracegrad.jsonutil import dump_json
 from tracegrad.store.types import COMPOSED_SOURCE, RULE_SOURCE, Scoring
-from tracegrad_trainer.rewards.config import MAIN, RewardSettings
+from tracegrad_trainer.rewards.config import RewardSettings
+from tracegrad_trainer.rewards.names import MAIN
 
 LABEL = "rewards.weights"
 

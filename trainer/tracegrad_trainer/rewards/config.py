@@ -18,10 +18,7 @@ from pydantic import (
 
 from tracegrad.events import MAX_REWARD
 from tracegrad.import_path import is_import_path
-
-# Of the counting reward; as a part, what somebody gave under that name.
-MAIN = "reward"
-LENGTH, FORMAT, JUDGE = "length", "format", "judge"
+from tracegrad_trainer.rewards.names import FORMAT, JUDGE, LENGTH, MAIN
 
 # Lowest and highest.
 Range = tuple[FiniteFloat, FiniteFloat]

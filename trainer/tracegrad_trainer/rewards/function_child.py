@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from tracegrad.events import Json
 from tracegrad.import_path import import_part
 from tracegrad_trainer.rewards import terms
-from tracegrad_trainer.rewards.config import FORMAT, LENGTH, FormatTerm, LengthTerm
+from tracegrad_trainer.rewards.names import FORMAT, LENGTH
 from tracegrad_trainer.rewards.result import NoScore, read_score
 from tracegrad_trainer.rewards.rollout import ScoredRollout
 
@@ -31,6 +31,7 @@ _LONGEST_ERROR = 500
 HEAD = struct.Struct("!Q")
 
 Function = Callable[[ScoredRollout], Any]
+_TERMS: dict[str, Callable[..., float]] = {LENGTH: terms.length, FORMAT: terms.matches_format}
 
 
 def load(described: str) -> tuple[Function, str]:
@@ -40,13 +41,7 @@ def load(described: str) -> tuple[Function, str]:
         return function, _source_digest(function, described)
     term = json.loads(described)
     digest = hashlib.sha256(described.encode()).hexdigest()
-    match term.pop("term"):
-        case "length":
-            return partial(terms.length, term=LengthTerm(**term)), digest
-        case "format":
-            return partial(terms.matches_format, term=FormatTerm(**term)), digest
-        case other:
-            raise ValueError(f"{other!r} is no term; use {LENGTH} or {FORMAT}")
+    return partial(_TERMS[term.pop("term")], **term), digest
 
 
 def _source_digest(function: Function, path: str) -> str:

@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from tracegrad.events import REWARD_RANGE, Json, Reward, is_reward
-from tracegrad_trainer.rewards.config import MAIN
+from tracegrad_trainer.rewards.names import MAIN
 
 
 class NoScore(ValueError):

@@ -1,4 +1,7 @@
-"""A finished rollout as scorers get it: what was asked, said and called, without token ids."""
+"""A finished rollout as scorers get it: what was asked, said and called, without token ids.
+
+The process of a user's function imports it, and little else: it is to start fast.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tracegrad.events import UNACKNOWLEDGED, Json
-from tracegrad.inspect.transcript import Transcript, as_text
-from tracegrad.proxy.dialects.history import recorded_reply
-from tracegrad.store import RolloutDetail
-from tracegrad_trainer.rewards.compose import latest_parts
+from tracegrad.events import Json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class ScoredTurn:
     @property
     def text(self) -> str:
         """Of the reply; "" where it has none."""
-        return as_text((self.reply or {}).get("content"))
+        return text_of((self.reply or {}).get("content"))
 
     @property
     def tool_calls(self) -> Sequence[Json]:
@@ -73,35 +72,10 @@ class ScoredRollout:
         return asdict(self)
 
 
-def scored_rollout(detail: RolloutDetail) -> ScoredRollout:
-    """Of a rollout that ended. Calls whose clients were refused, and made again, are left out."""
-    row = detail.summary
-    transcript = Transcript(detail.turns)
-    turns = [
-        ScoredTurn(
-            turn_id=turn.turn_id,
-            messages=transcript.all_messages(index),
-            reply=recorded_reply(turn),
-            tools=transcript.tools(index),
-            model=turn.model,
-            finish_reason=turn.finish_reason,
-            prompt_tokens=len(turn.prompt_token_ids),
-            completion_tokens=len(turn.completion_token_ids),
-            created_at=turn.created_at,
-        )
-        for index, turn in enumerate(detail.turns)
-        if turn.untrainable != UNACKNOWLEDGED
-    ]
-    return ScoredRollout(
-        rollout_id=row.rollout_id,
-        task_id=row.task_id,
-        task=detail.task,
-        agent=row.agent,
-        tags=row.tags,
-        outcome=str(row.outcome),
-        error=row.error,
-        opened_at=row.opened_at,
-        finished_at=row.finished_at,
-        rewards=latest_parts(detail.rewards),
-        turns=turns,
-    )
+def text_of(content: Any) -> str:
+    """Of a message's content: a text, or parts of which some are texts."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "\n".join(text for text in texts if isinstance(text, str))

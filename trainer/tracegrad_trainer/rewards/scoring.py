@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from tracegrad.events import Reward
@@ -30,11 +31,13 @@ from tracegrad.store.types import SCORER_SOURCE
 from tracegrad_trainer.rewards.attempt import FIRST_PAUSE_S, AttemptPolicy, Attempts, RateLimit
 from tracegrad_trainer.rewards.commands import CommandScorer
 from tracegrad_trainer.rewards.compose import Composition, compose, composed_event, latest_parts
-from tracegrad_trainer.rewards.config import FORMAT, LENGTH, RewardSettings
+from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.functions import FunctionScorer
 from tracegrad_trainer.rewards.judge import GroupJudge
+from tracegrad_trainer.rewards.names import FORMAT, LENGTH
+from tracegrad_trainer.rewards.read_rollout import read_rollout
 from tracegrad_trainer.rewards.result import Score
-from tracegrad_trainer.rewards.rollout import ScoredRollout, scored_rollout
+from tracegrad_trainer.rewards.rollout import ScoredRollout
 
 logger = logging.getLogger(__name__)
 
@@ -143,31 +146,45 @@ class ScoringRun:
 
     async def look(
         self, *, rollout_ids: Collection[str] | None = None, patient: bool = True
-    ) -> int:
+    ) -> bool:
         """Begins what is due, as much as there is room for, and makes the sums that can be made.
-        How many scorings were begun. `patient`: groups that may still be completed are waited for.
-        Raises StoreError."""
+        Whether there is to be another look: scorings were begun, or were under way when the store
+        was read. `patient`: groups that may still be completed are waited for. Raises
+        StoreError.
+        """
         if self._broken is not None:
             raise self._broken
+        # Their outcomes may be written after the store was read, and before that is looked at.
+        busy = frozenset(self._under_way)
         found = await asyncio.to_thread(self._look_up, rollout_ids)
         if rollout_ids is None:
             for gone in self._settled.keys() - found.candidates.keys():
                 del self._settled[gone]
         begun = 0
         to_judge: list[ScoringCandidate] = []
+        sums: list[Reward] = []
+        settled: dict[str, ScoringCandidate] = {}
         for rollout_id, history in found.changed.items():
             candidate = found.candidates[rollout_id]
-            due = [each for each in self.scorers if self._is_due(each, candidate, history)]
+            due = [
+                each
+                for each in self.scorers
+                if (rollout_id, each.name) not in busy and self._is_due(each, candidate, history)
+            ]
             for scorer in due:
                 if isinstance(scorer, GroupJudge):
                     to_judge.append(candidate)
                 elif self._has_room:
                     begun += 1
                     self._begin([candidate], found, scorer, self._score_one(scorer, candidate))
-            await self._compose(candidate, history)
-            if not (due or self._is_under_way(rollout_id)):
-                self._settled[rollout_id] = candidate
-        return begun + self._begin_groups(to_judge, found, patient=patient)
+            if (event := self._sum(candidate, history)) is not None:
+                sums.append(event)
+            if not (due or any((rollout_id, each.name) in busy for each in self.scorers)):
+                settled[rollout_id] = candidate
+        await self._record_sums(sums)
+        self._settled |= settled
+        begun += self._begin_groups(to_judge, found, patient=patient)
+        return bool(begun or busy)
 
     async def finish(
         self, *, rollout_ids: Collection[str] | None = None, again: Again = "no"
@@ -175,17 +192,23 @@ class ScoringRun:
         """Until nothing is left to do. Raises StoreError."""
         if again != "no":
             self._again = await asyncio.to_thread(self._asked_again, rollout_ids, again)
-        while await self.look(rollout_ids=rollout_ids, patient=False) or self._under_way:
+        while await self.look(rollout_ids=rollout_ids, patient=False):
             await self.wait()
         return self.totals
 
     async def wait(self, timeout_s: float | None = None) -> None:
-        """Until something that is under way ends."""
-        if self._under_way:
-            tasks, first = [*self._under_way.values()], asyncio.FIRST_COMPLETED
-            await asyncio.wait(tasks, timeout=timeout_s, return_when=first)
-        elif timeout_s is not None:
-            await asyncio.sleep(timeout_s)
+        """Until something that is under way ends, and there is room for as much again."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                if not self._under_way and timeout_s is not None:
+                    await asyncio.sleep(timeout_s)
+                first = asyncio.FIRST_COMPLETED
+                while tasks := [*self._under_way.values()]:
+                    await asyncio.wait(tasks, return_when=first)
+                    if len(self._under_way) <= _MOST_UNDER_WAY // 2:
+                        return
+        except TimeoutError:
+            pass
 
     # What is due
 
@@ -233,9 +256,6 @@ class ScoringRun:
     @property
     def _has_room(self) -> bool:
         return len(self._under_way) < _MOST_UNDER_WAY
-
-    def _is_under_way(self, rollout_id: str) -> bool:
-        return any((rollout_id, scorer.name) in self._under_way for scorer in self.scorers)
 
     def _begin(
         self,
@@ -320,7 +340,7 @@ class ScoringRun:
 
         def load() -> ScoredRollout | None:
             try:
-                return scored_rollout(self.store.rollout(rollout_id))
+                return read_rollout(self.store.rollout(rollout_id))
             except UnknownRollout:
                 return None
 
@@ -345,7 +365,7 @@ class ScoringRun:
             rewards += _rewards(scorer, outcome, result, history)
         if not outcomes:
             return
-        if not await self._stored(lambda: self.store.record_scorings(outcomes, rewards)):
+        if not await self._stored(partial(self.store.record_scorings, outcomes, rewards)):
             return
         for outcome in outcomes:
             if outcome.state == "failed":
@@ -356,22 +376,27 @@ class ScoringRun:
             else:
                 self.totals.scored += 1
 
-    async def _compose(self, candidate: ScoringCandidate, history: _History) -> None:
+    def _sum(self, candidate: ScoringCandidate, history: _History) -> Reward | None:
+        """What is to be said of it now; None: nothing."""
         lacking = [
             scorer.name for scorer in self.scorers if not history.is_scored(scorer.name, candidate)
         ]
         if lacking and candidate.is_consumed:
-            return  # it is not scored any more: what was made of it stays
-        if not candidate.is_finished:
+            return None  # it is not scored any more: what was made of it stays
+        if not candidate.is_finished and not candidate.is_consumed:
             made = Composition(None, why="unknown: the rollout goes on")
         elif lacking:
             made = Composition(None, why=f"unknown: {', '.join(lacking)} did not end with it yet")
         else:
             made = compose(self.settings, latest_parts(history.rewards), history.scorings)
-        event = composed_event(candidate.rollout_id, made, history.rewards)
-        if event is not None:
-            await self._stored(lambda: self.store.record_scorings([], [event]))
-            self.totals.composed += event.value is not None
+        return composed_event(candidate.rollout_id, made, history.rewards)
+
+    async def _record_sums(self, sums: Sequence[Reward]) -> None:
+        for some in chunks(sums):
+            if not await self._stored(partial(self.store.record_scorings, [], some)):
+                for one in some:  # but for a rollout that was removed
+                    await self._stored(partial(self.store.record_scorings, [], [one]))
+            self.totals.composed += sum(each.value is not None for each in some)
 
     async def _stored(self, work: Callable[[], T]) -> T:
         """What was worked out is not lost because the store is away for a while."""

@@ -120,6 +120,7 @@ class Coordinator:
         self.leases = HeldLeases(self.ledger, settings.data.lease_ttl_s)
         self._held: list[Group] = []
         self._rewards_seen = store.late_rewards().last  # by number of arrival
+        _, self._scorings_seen = store.count_scorings()  # as well
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
@@ -205,6 +206,7 @@ class Coordinator:
             at_least=1 if some else None,
             expert_routing=self.routing is not None,
             held=self.leases.rollouts,
+            composed=self.settings.rewards.composes,
         )
         self.leases.hold(groups)  # a judge may take its time
         return self.judging.apply(groups) if self.judging else groups
@@ -301,7 +303,7 @@ class Coordinator:
             step=step,
             version=version,
             settings=self.settings.stored(),
-            metrics={**selection.stats, **self._late_rewards(), **metrics},
+            metrics={**selection.stats, **self._late_rewards(), **self._scorings(), **metrics},
             batch=inputs.model_dump(mode="json"),
             run_id=self.run_id,
         )
@@ -346,6 +348,17 @@ class Coordinator:
         found = self.store.late_rewards(after=self._rewards_seen)
         self._rewards_seen = found.last
         return {"rewards_after_training": float(found.rewards)}
+
+    def _scorings(self) -> dict[str, float]:
+        """How scorers ended with rollouts since the step before."""
+        counts, self._scorings_seen = self.store.count_scorings(after=self._scorings_seen)
+        found: dict[str, float] = {}
+        for name, each in counts.items():
+            found[f"scored_{name}"] = float(each.scored)
+            found[f"score_unknown_{name}"] = float(each.unknown)
+            found[f"score_failed_{name}"] = float(each.failed)
+            found[f"score_seconds_{name}"] = each.seconds
+        return found
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""

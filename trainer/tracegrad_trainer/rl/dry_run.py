@@ -101,6 +101,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
         expert_routing=routing is not None,
         idle_s=data.idle_s,
+        composed=settings.rewards.composes,
     )
     failed = store.failed_versions()
 
