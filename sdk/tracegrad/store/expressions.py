@@ -126,6 +126,14 @@ def _without_main_reward() -> ColumnElement[str]:
     )
 
 
+def _has_sum() -> ColumnElement[bool]:
+    """Of `Rollouts`: its reward was composed, whatever became of that."""
+    some = exists().where(
+        Rewards.rollout_id == Rollouts.rollout_id, Rewards.source == COMPOSED_SOURCE
+    )
+    return some.correlate(Rollouts)
+
+
 def has_failed_scoring() -> ColumnElement[bool]:
     """Of `Rollouts`: a scorer failed with it, and did not score it later."""
     failed = exists().where(
@@ -171,6 +179,7 @@ def training_state(
         (is_open, literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
         (~has_turns(), literal("no_turns")),
+        (and_(has_failed_scoring(), ~_has_sum()), literal("scoring_failed")),
         (latest_reward(composed=composed).is_(None), _without_main_reward()),
         (Rollouts.leased_until > now, literal("leased")),
     ]

@@ -22,6 +22,7 @@ from tracegrad_trainer.utils.console import (
     print_report,
 )
 
+MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
 
@@ -173,6 +174,11 @@ def _overview(status: RunStatus) -> PlainTable:
         count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")
         came = f"for {rollouts}, of the last {late['of']}: came after training, not used"
         shown.add_row("late rewards", f"{count}  {came}")
+    for name, counts in status.scorings.items():
+        shown.add_row(f"scored by {name}", _scorings(counts))
+    for failure in status.scoring_failures[:MOST_FAILURES]:
+        rollouts = format_count(failure["rollouts"], "rollout")
+        shown.add_row("not scored", f"{rollouts}: {failure['error']}")
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")
@@ -186,6 +192,14 @@ def _overview(status: RunStatus) -> PlainTable:
         lines = format_count(status.damaged_records, "line")
         shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
     return shown
+
+
+def _scorings(counts: Json) -> str:
+    made = counts["scored"] + counts["unknown"] + counts["failed"]
+    said = [str(counts["scored"])]
+    said += [f"{counts['unknown']} unknown"] if counts["unknown"] else []
+    said += [f"{counts['failed']} failed"] if counts["failed"] else []
+    return f"{', '.join(said)}; {counts['seconds'] / made:.2g} s each"
 
 
 def _reasons(not_trained: Mapping[str, int]) -> PlainTable:

@@ -26,6 +26,7 @@ from tracegrad.inspect.forks import (
 from tracegrad.inspect.reasons import (
     ReasonText,
     UntrainedReason,
+    describe_failed_scorings,
     describe_idle,
     fork_text,
     untrained_reason,
@@ -87,6 +88,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
         "unnamed_calls": detail.unnamed_calls,
         "idle": describe_idle(detail.summary, detail.trainer_idle_s),
         "continues": detail.summary.continues,
+        "failed_scorings": [asdict(each) for each in detail.failed_scorings],
     }
 
 
@@ -314,7 +316,10 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         yield from indented(label, margin=_MARGIN, width=width)
         asked = asked_settings(reason, [detail.turns[index] for index in turns])
         yield from _advice(words, margin=_MARGIN + 2, width=width, asked=asked)
-        if reason == "named_reward":
+        if reason == "scoring_failed":
+            for error in describe_failed_scorings(detail.failed_scorings):
+                yield from indented(Text(one_line(error)), margin=_MARGIN + 2, width=width)
+        if reason in ("named_reward", "scoring_failed") and _rewards_given(detail):
             given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
             yield from indented(given, margin=_MARGIN + 2, width=width)
 

@@ -127,12 +127,15 @@ def test_a_sum_is_written_once_and_taken_back_once() -> None:
     assert first is not None
     assert composed_event("r", known, [first]) is None
     again = composed_event("r", known, [])
-    assert again is not None and again.reward_id == first.reward_id, "two workers, one event"
+    assert again is not None
+    assert again.reward_id == first.reward_id, "two workers, one event"
     back = composed_event("r", unknown, [first])
-    assert back is not None and (back.value, back.comment) == (None, "unknown: a")
+    assert back is not None
+    assert (back.value, back.comment) == (None, "unknown: a")
     assert composed_event("r", Composition(None, why="unknown: b"), [first, back]) is None
     third = composed_event("r", known, [first, back])
-    assert third is not None and third.reward_id not in (first.reward_id, back.reward_id)
+    assert third is not None
+    assert third.reward_id not in (first.reward_id, back.reward_id)
 
 
 @pytest.mark.parametrize(
