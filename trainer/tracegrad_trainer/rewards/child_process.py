@@ -10,12 +10,12 @@ from contextlib import suppress
 
 from tracegrad_trainer.utils.subprocesses import die_with_parent, inherited_environment
 
-DIE_WITH_US = signal.SIGKILL
+LOG = 2  # where what children print goes: our own stderr
 
 
 def prepare() -> None:
     """In the child, before its program."""
-    die_with_parent(DIE_WITH_US)
+    die_with_parent(signal.SIGKILL)
 
 
 def scorer_environment(secret: str | None, more: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import sys
 from contextlib import suppress
 
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.child_process import (
+    LOG,
     describe_end,
     kill,
     prepare,
@@ -47,7 +47,7 @@ class CommandScorer:
         process = await asyncio.create_subprocess_shell(
             self.command.run,
             stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE if self.command.read == "last_line" else sys.stderr,
+            stdout=asyncio.subprocess.PIPE if self.command.read == "last_line" else LOG,
             env=scorer_environment(
                 self.secret,
                 {ROLLOUT_VARIABLE: rollout.rollout_id, TASK_VARIABLE: rollout.task_id or ""},

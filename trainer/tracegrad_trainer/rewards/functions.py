@@ -12,6 +12,7 @@ from contextlib import suppress
 from tracegrad.events import Json
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.child_process import (
+    LOG,
     describe_end,
     kill,
     prepare,
@@ -141,7 +142,7 @@ class _Child:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _CHILD, described, name, str(write)),
                 stdin=asyncio.subprocess.PIPE,
-                stdout=sys.stderr,  # what it prints is for the log
+                stdout=LOG,
                 env=scorer_environment(secret),
                 start_new_session=True,
                 pass_fds=[write],
