@@ -140,7 +140,8 @@ class RewardSettings(BaseModel):
     )
     commands: Annotated[dict[str, CommandSettings], BeforeValidator(_commands)] = Field(
         {},
-        description="commands over a finished rollout, by name: a command, or a table of its own",
+        description="commands over a finished rollout, by name: each a string, or a table of `run`"
+        " (the command) and `read` (exit_code or last_line)",
     )
     judge: JudgeSettings | None = Field(None, description="compares the rollouts of a group")
     length: LengthTerm | None = Field(None, description="a term for long replies")

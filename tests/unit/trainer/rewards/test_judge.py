@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ import pytest
 from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import serving
 from support.store.events import make_turn, rollout_events
+from support.trainer.judge_server import JudgeServer, judge_server
 from tracegrad.store import Store
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.config import JudgeSettings, RewardSettings
@@ -25,55 +23,10 @@ from tracegrad_trainer.rewards.rollout import ScoredRollout, ScoredTurn
 from tracegrad_trainer.rewards.scoring import ScoringRun, ScoringScope, ScoringTotals
 
 
-class JudgeServer:
-    """Answers with what `answers` has, (status, text of the reply or body, headers); then scores
-    each attempt by the number in its text, over ten."""
-
-    def __init__(self) -> None:
-        self.answers: deque[tuple[int, str, dict[str, str]]] = deque()
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.url = ""
-
-    def answer(self, body: dict[str, Any]) -> tuple[int, str, dict[str, str]]:
-        if self.answers:
-            return self.answers.popleft()
-        digits = re.findall(r"I say (\d)", body["messages"][1]["content"])
-        return (
-            200,
-            f"<think>{{}}</think>{json.dumps({'scores': [int(d) / 10 for d in digits]})}",
-            {},
-        )
-
-
 @pytest.fixture
 def server() -> Iterator[JudgeServer]:
-    made = JudgeServer()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            made.requests.append({**body, "path": self.path})
-            made.keys.append(self.headers.get("authorization"))
-            status, text, headers = made.answer(body)
-            message = {"choices": [{"message": {"role": "assistant", "content": text}}]}
-            said = json.dumps(message if status == 200 else {"error": text}).encode()
-            self.send_response(status)
-            for name, value in {**headers, "content-length": str(len(said))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            self.wfile.write(said)
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        made.url = f"http://127.0.0.1:{http.server_port}/v1"
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
-        thread.start()
+    with judge_server() as made:
         yield made
-        http.shutdown()
-        thread.join()
 
 
 def settings(url: str, **more: Any) -> RewardSettings:
