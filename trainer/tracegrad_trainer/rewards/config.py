@@ -20,6 +20,8 @@ from tracegrad.events import MAX_REWARD
 from tracegrad.import_path import is_import_path
 from tracegrad_trainer.rewards.names import FORMAT, JUDGE, LENGTH, MAIN
 
+# Settings any of which makes the counting reward a sum of parts.
+COMPOSING = ("functions", "commands", "judge", "length", "format", "weights")
 # Lowest and highest.
 Range = tuple[FiniteFloat, FiniteFloat]
 
@@ -173,7 +175,7 @@ class RewardSettings(BaseModel):
     @property
     def composes(self) -> bool:
         """Whether the counting reward is a sum of parts."""
-        return bool(self.scorers or self.weights)
+        return any(getattr(self, name) for name in COMPOSING)
 
     @property
     def scorers(self) -> tuple[str, ...]:

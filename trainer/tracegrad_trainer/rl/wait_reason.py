@@ -15,7 +15,7 @@ from tracegrad.store.ledger.readiness import BatchReadiness
 from tracegrad.store.read.scorings import ScoringFailure
 from tracegrad.store.types import InferredOpen
 from tracegrad.text_format import format_age, format_count, format_elapsed
-from tracegrad_trainer.rewards.config import RewardSettings
+from tracegrad_trainer.rewards.config import COMPOSING
 
 # What a run without `data.idle_s` is told to set.
 IDLE_FIX = "data.idle_s=60"
@@ -51,7 +51,7 @@ class BatchNeeds:
             refills=resolved["objective"].get("preset") == "dapo" if refill is None else refill,
             url=url,
             idle_s=data.get("idle_s"),
-            composed=RewardSettings.model_validate(resolved.get("rewards", {})).composes,
+            composed=any(resolved.get("rewards", {}).get(name) for name in COMPOSING),
         )
 
 
