@@ -154,7 +154,10 @@ def score(
     sets: Sets = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Have the scorers of [rewards] score finished rollouts now; those that failed, once more."""
+    """Score finished rollouts by [rewards].
+
+    Those that have no outcome yet, and those that failed.
+    """
     settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="score")
     from tracegrad_trainer.cli import score as scoring
 
