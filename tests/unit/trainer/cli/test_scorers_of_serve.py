@@ -35,6 +35,7 @@ def test_they_read_the_runs_settings_and_are_started_again(
     settings = settings_with(
         tmp_path, functions=["support.trainer.scorers:by_turns"], weights={"by_turns": 0.5}
     )
+    (settings.state_dir / "run").mkdir(parents=True)
     process = scorer_process(settings, write_resolved_settings(settings))
 
     def ready() -> bool:
@@ -77,7 +78,7 @@ def test_a_judge_without_its_key_is_refused_before_anything_starts(tmp_path: Pat
     [
         ({"batches": {"group_size": 1}, "objective": {"advantage": "running"}},
          "rewards.judge compares the rollouts of a group, and batches.group_size is 1"),
-        ({"objective": {"judge": "m:f"}}, "objective.judge gives the reward itself"),
+        ({"objective": {"judge": "support.trainer.scorers:parts"}}, "objective.judge gives"),
     ],
 )  # fmt: skip
 def test_what_a_judge_does_not_go_with(tmp_path: Path, changes: Any, said: str) -> None:
