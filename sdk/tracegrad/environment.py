@@ -53,7 +53,13 @@ PROGRAM_VARIABLES = {
 
 # That one program of ours sets for another; nobody else need.
 INTERNAL_VARIABLES = frozenset(
-    {"TRACEGRAD_ADAPTER", "TRACEGRAD_DIE_WITH_PARENT", "TRACEGRAD_FORK_ENGINE"}
+    {
+        "TRACEGRAD_ADAPTER",
+        "TRACEGRAD_DIE_WITH_PARENT",
+        "TRACEGRAD_FORK_ENGINE",
+        "TRACEGRAD_ROLLOUT_ID",  # of commands that score
+        "TRACEGRAD_TASK_ID",
+    }
 )
 
 _PREFIX = "TRACEGRAD_"

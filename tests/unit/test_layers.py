@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tracegrad_trainer": (
         "utils",
         "metrics losses",
-        "batches guards",
+        "batches guards rewards",
         "engine",
         "config",
         "launch",

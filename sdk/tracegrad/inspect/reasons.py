@@ -6,13 +6,14 @@ A test reads the code for reasons and holds them against these tables.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
-from tracegrad.store import RolloutDetail, RolloutSummary
+from tracegrad.store import RolloutDetail, RolloutSummary, Scoring
 from tracegrad.store.types import LATE
-from tracegrad.text_format import format_age
+from tracegrad.text_format import format_age, format_count
 
 
 class ReasonText(NamedTuple):
@@ -270,6 +271,11 @@ WAITING_TEXTS = {
         "Give that one too: `reward(x)` without a name and a turn in the agent, or POST "
         '/api/events with neither "name" nor "turn".',
     ),
+    "scoring_failed": ReasonText(
+        "Its rollout ended, and a scorer failed with it: its reward is unknown.",
+        "Look at the error; then `trainer score ID` tries again. A part that the reward can do"
+        " without: rewards.optional.",
+    ),
     "no_task": ReasonText(
         "It is ready, but its rollout has no task: training that compares the rollouts of a task"
         " (batches.group_size above 1, as by default) has nothing to compare it with.",
@@ -370,3 +376,8 @@ def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | Non
     # The ledger closes a rollout with every turn it has: this one came after that.
     reason = LATE if row.state == "consumed" else row.state
     return UntrainedReason(reason, reason not in WAITING_TEXTS)
+
+
+def describe_failed_scorings(failed: Iterable[Scoring]) -> list[str]:
+    """`resolved timed out after 30 s (3 attempts)`, a line each."""
+    return [f"{each.error} ({format_count(each.attempts, 'attempt')})" for each in failed]

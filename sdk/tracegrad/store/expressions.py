@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from sqlalchemy import ColumnElement, and_, case, exists, func, literal, not_, select, true
-from sqlalchemy.orm import InstrumentedAttribute
+from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from tracegrad.events import MAX_REWARD, Outcome
-from tracegrad.store.models import Rewards, Rollouts, RolloutTags, Turns
+from tracegrad.store.models import Rewards, Rollouts, RolloutTags, Scorings, Turns
+from tracegrad.store.types import COMPOSED_SOURCE, RULE_SOURCE
 
 SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 # The event name whose latest value, given for the whole rollout, is the rollout's reward.
@@ -70,11 +71,15 @@ def is_idle(before: float) -> ColumnElement[bool]:
     return and_(is_left_open(), Rollouts.opened_at < before, newest_turn() < before)
 
 
-def latest_reward() -> ColumnElement[float | None]:
-    """The rollout's reward, or NULL: the one that arrived last, unless that took it back.
+def latest_reward(*, composed: bool = False) -> ColumnElement[float | None]:
+    """The rollout's reward, or NULL: the one that arrived last, unless that took it back. Where one
+    was composed, the last of those: what is given under the same name is one of its parts.
 
-    Stores of the time before rewards were bounded may hold some that would be refused today.
+    `composed`: only such rewards count, and those of rules; what else was given waits for the sum
+    that it is a part of. Stores of the time before rewards were bounded may hold some that would be
+    refused today.
     """
+    counting = Rewards.source.in_((COMPOSED_SOURCE, RULE_SOURCE)) if composed else true()
     return (
         select(Rewards.value)
         .where(
@@ -82,8 +87,9 @@ def latest_reward() -> ColumnElement[float | None]:
             Rewards.name == MAIN_REWARD_NAME,
             Rewards.turn.is_(None),
             Rewards.value.between(-MAX_REWARD, MAX_REWARD) | Rewards.value.is_(None),
+            counting,
         )
-        .order_by(Rewards.seq.desc())
+        .order_by(case((Rewards.source == COMPOSED_SOURCE, 0), else_=1), Rewards.seq.desc())
         .limit(1)
         .correlate(Rollouts)
         .scalar_subquery()
@@ -105,15 +111,49 @@ def newest_reward() -> ColumnElement[int | None]:
 
 
 def _without_main_reward() -> ColumnElement[str]:
-    """Of a rollout that nobody scored, and of one that has rewards of other names, or of turns
-    alone, which training does not compare rollouts by."""
+    """Of a rollout that nobody scored, of one that a scorer failed with, and of one that has
+    rewards of other names, or of turns alone, which training does not compare rollouts by."""
     main = and_(Rewards.name == MAIN_REWARD_NAME, Rewards.turn.is_(None))
     some = (
         exists()
         .where(Rewards.rollout_id == Rollouts.rollout_id, Rewards.value.is_not(None), not_(main))
         .correlate(Rollouts)
     )
-    return case((some, literal("named_reward")), else_=literal("no_reward"))
+    return case(
+        (has_failed_scoring(), literal("scoring_failed")),
+        (some, literal("named_reward")),
+        else_=literal("no_reward"),
+    )
+
+
+def _has_sum() -> ColumnElement[bool]:
+    """Of `Rollouts`: its reward was composed, whatever became of that."""
+    some = exists().where(
+        Rewards.rollout_id == Rollouts.rollout_id, Rewards.source == COMPOSED_SOURCE
+    )
+    return some.correlate(Rollouts)
+
+
+def has_failed_scoring() -> ColumnElement[bool]:
+    """Of `Rollouts`: a scorer failed with it, and did not score it later."""
+    failed = exists().where(
+        Scorings.rollout_id == Rollouts.rollout_id, Scorings.state == "failed", is_last_scoring()
+    )
+    return failed.correlate(Rollouts)
+
+
+def is_last_scoring() -> ColumnElement[bool]:
+    """Of `Scorings`: no later one of its scorer replaced it."""
+    later = aliased(Scorings)
+    return ~(
+        exists()
+        .where(
+            later.rollout_id == Scorings.rollout_id,
+            later.scorer == Scorings.scorer,
+            later.round > Scorings.round,
+        )
+        .correlate(Scorings)
+    )
 
 
 def training_state(
@@ -122,12 +162,13 @@ def training_state(
     *,
     compared: bool = True,
     idle_before: float | None = None,
+    composed: bool = False,
 ) -> ColumnElement[str]:
     """The state of a rollout on its way to training (`RolloutSummary.state`, or `not_selected`).
 
     `compared`: training compares rollouts of a task, as by default, so that those without one are
     `no_task`; else they are `waiting`. `idle_before`: as if those that are idle since then were
-    closed.
+    closed. `composed`: as `latest_reward` has it.
     """
     is_open: ColumnElement[bool] = Rollouts.finished_at.is_(None)
     if idle_before is not None:
@@ -138,7 +179,8 @@ def training_state(
         (is_open, literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),
         (~has_turns(), literal("no_turns")),
-        (latest_reward().is_(None), _without_main_reward()),
+        (and_(has_failed_scoring(), ~_has_sum()), literal("scoring_failed")),
+        (latest_reward(composed=composed).is_(None), _without_main_reward()),
         (Rollouts.leased_until > now, literal("leased")),
     ]
     if compared:

@@ -21,7 +21,8 @@ OPEN = "open"
 OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
 # As `training_state` has them, and of those that are `consumed` the `trained` and the `skipped`.
 STATES = (
-    *(OPEN, "no_turns", "no_reward", "named_reward", "no_task", "waiting", "leased"),
+    *(OPEN, "no_turns", "no_reward", "named_reward", "scoring_failed", "no_task", "waiting"),
+    "leased",
     *("trained", "skipped", "consumed"),
     *(outcome.value for outcome in Outcome if not outcome.scored),
 )

@@ -1,10 +1,10 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
-Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `outcomes`, `steps`, `leases`,
-`turn_ledger`, `over_sampled`, `version_events`, `decisions`, `removals`. What changes afterwards is
-small, and says how things stand: the columns of `rollouts` for finish, lease and consumption, those
-of `decisions` that say what was done about one, `policy_versions`, and what trainers ask of drivers
-(`intake_requests`, `rollout_places`).
+Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `scorings`, `outcomes`, `steps`,
+`leases`, `turn_ledger`, `over_sampled`, `version_events`, `decisions`, `removals`. What changes
+afterwards is small, and says how things stand: the columns of `rollouts` for finish, lease and
+consumption, those of `decisions` that say what was done about one, `policy_versions`, and what
+trainers ask of drivers (`intake_requests`, `rollout_places`).
 Times are seconds since the epoch, UTC.
 """
 
@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0015"
+REVISION = "0016"
 
 
 class Text(TypeDecorator[str]):
@@ -245,6 +245,29 @@ class Rewards(Base):
     label: Mapped[str | None]
     given_at: Mapped[float | None]
     comment: Mapped[str | None]
+
+
+class Scorings(Base):
+    """How a scorer (a function, a command, a judge, a built-in term) ended with a rollout. Of
+    several of one scorer the last round counts; earlier ones stay."""
+
+    __tablename__ = "scorings"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    rollout_id: Mapped[str] = mapped_column(ForeignKey("rollouts.rollout_id"))
+    scorer: Mapped[str]
+    digest: Mapped[str]  # of its source, command or settings
+    turns: Mapped[int]  # of the rollout, when it was scored: a later call makes it due again
+    round: Mapped[int]  # 0 for the first
+    state: Mapped[str]  # "scored" | "unknown" | "failed"
+    attempts: Mapped[int]
+    error: Mapped[str | None]
+    seconds: Mapped[float]  # of all attempts, with the pauses between them
+    parts: Mapped[dict[str, Any] | None]  # name -> value as it was given; null: none were
+    created_at: Mapped[float]
+
+    # Workers that score the same rollout at once: one of them writes its outcome.
+    __table_args__ = (UniqueConstraint("rollout_id", "scorer", "round"),)
 
 
 class Spans(Base):

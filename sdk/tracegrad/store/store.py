@@ -21,17 +21,18 @@ from tracegrad.store.databases import (
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, Rewards, VersionEvents
-from tracegrad.store.read import call_counts, reward_arrival, turns
+from tracegrad.store.read import call_counts, reward_arrival, scorings, turns
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import column_values, load, select_fields
-from tracegrad.store.types import PolicyVersion
+from tracegrad.store.types import PolicyVersion, Scoring
 from tracegrad.store.write import api_keys
 from tracegrad.store.write import decisions as deciding
 from tracegrad.store.write import events as writing
 from tracegrad.store.write.events import EventBatch, rows_from_store, sort_events, write_batch
 from tracegrad.store.write.parent_cache import ParentCache, last_removal
+from tracegrad.store.write.scorings import ScoredMeanwhile, add_scorings
 from tracegrad.store.write.turn_rows import TurnRows, make_turn_rows
 
 DEFAULT_URL = "sqlite:///.tracegrad/store.db"
@@ -237,6 +238,32 @@ class Store:
         with self.reading() as connection:
             now = statements.server_time(connection)
             return reward_arrival.late_rewards(connection, now, after=after)
+
+    # Scorings
+
+    def record_scorings(self, outcomes: Sequence[Scoring], rewards: Sequence[Reward]) -> bool:
+        """How scorers ended with rollouts, and what these were given, in one transaction. False:
+        another worker has written one of the outcomes, or a rollout is gone; then nothing is
+        stored. Raises EventRejected."""
+
+        def once() -> None:
+            with self.appending() as connection:
+                add_scorings(connection, outcomes, rewards)
+
+        try:
+            retry_on_conflict(once)
+        except ScoredMeanwhile:
+            return False
+        return True
+
+    scoring_candidates = _method(scorings.scoring_candidates)
+    newest_reward = _method(scorings.newest_reward_of_all)
+    count_scorings = _method(scorings.count_scorings)
+
+    def scorings(self, rollout_id: str) -> list[Scoring]:
+        """In order; of each scorer the last one counts."""
+        with self.reading() as connection:
+            return scorings.load_scorings(connection, [rollout_id])[rollout_id]
 
     def outcomes(self, rollout_id: str) -> list[RolloutFinished]:
         """Every reported end, in order of arrival. The first one counts."""

@@ -19,6 +19,8 @@ DEMONSTRATION, OLD_DEMONSTRATION = "demonstration", "expert"
 # `Reward.source` of what a judge gave: the trainer asks it for groups that it has leased.
 JUDGE_SOURCE = "judge"
 RULE_SOURCE = "rule"  # a setting of the trainer's
+# Of the parts that scorers gave, and of the sum that was made of a rollout's parts.
+SCORER_SOURCE, COMPOSED_SOURCE = "scorer", "composed"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
@@ -27,6 +29,7 @@ PENDING_STATES = (
     "no_turns",
     "no_reward",
     "named_reward",
+    "scoring_failed",
     "no_task",
     "waiting",
     "leased",
@@ -45,8 +48,8 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `named_reward`, `leased`, `no_task`, `waiting` or `consumed` (trained or skipped:
-    `consumed_step`). A rollout that `continues` another is one that nobody named, whose
+    `named_reward`, `scoring_failed`, `leased`, `no_task`, `waiting` or `consumed` (trained or
+    skipped: `consumed_step`). A rollout that `continues` another is one that nobody named, whose
     conversation goes on from that one, which training had by then.
     """
 
@@ -81,6 +84,25 @@ class TurnDisposition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a scorer ended with a rollout that had so many turns then. `state` `unknown`: it said
+    that it cannot tell; `failed`: `error` says why, after so many attempts. `parts`: the rewards
+    that it gave, by name. `digest` is of its source, command or settings."""
+
+    rollout_id: str
+    scorer: str
+    digest: str
+    turns: int
+    round: int
+    state: Literal["scored", "unknown", "failed"]
+    attempts: int = 1
+    error: str | None = None
+    seconds: float = 0.0
+    parts: Mapping[str, float | None] | None = None
+    created_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutDetail:
     summary: RolloutSummary
     task: Any
@@ -94,6 +116,13 @@ class RolloutDetail:
     rewards_taken: bool = False
     late_rewards: frozenset[str] = frozenset()
     trainer_idle_s: float | None = None  # `data.idle_s` as the last step was made with
+    scorings: Sequence[Scoring] = ()  # in order; of each scorer the last one counts
+
+    @property
+    def failed_scorings(self) -> list[Scoring]:
+        """Those that failed, and that no later one of their scorer replaced."""
+        last = {each.scorer: each for each in self.scorings}
+        return [each for each in last.values() if each.state == "failed"]
 
     def came_late(self, reward: Reward) -> bool:
         """Whether the reward arrived after training had taken the rollout's."""

@@ -140,6 +140,32 @@ def step(
 
 
 @app.command()
+def score(
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="rollouts; default: all that wait for training"),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="those too that were scored already")
+    ] = False,
+    config: Config = None,
+    model: Model = None,
+    state_dir: StateDir = None,
+    sets: Sets = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Score finished rollouts by [rewards].
+
+    Those that have no outcome yet, and those that failed.
+    """
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="score")
+    from tracegrad_trainer.cli import score as scoring
+
+    console = Console(stderr=as_json)
+    raise typer.Exit(scoring.score(settings, ids or [], console, again=again, as_json=as_json))
+
+
+@app.command()
 def settings(
     config: Annotated[
         Path | None,

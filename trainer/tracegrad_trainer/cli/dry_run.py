@@ -13,6 +13,7 @@ from rich.text import Text
 from tracegrad.cli.render.format import one_line
 from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
+from tracegrad.store.read.scorings import ScoringFailure
 from tracegrad.store.read.task_titles import short_task_ids
 from tracegrad.text_format import format_age, format_count, shorten_apart
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -62,6 +63,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
     if plan.waiting:
         parts += [Text(), _waiting(plan.waiting, titles)]
+    if plan.scoring_failures:
+        parts += [Text(), _failures(plan.scoring_failures)]
     elsewhere = {state: n for state, n in plan.pending.items() if state != "waiting"}
     if elsewhere:
         states = ", ".join(f"{n} {state}" for state, n in sorted(elsewhere.items()))
@@ -189,6 +192,13 @@ def _waiting(waiting: Sequence[IncompleteGroup], titles: Mapping[str, str]) -> P
         cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
         shown.add_row(titles[task.task_id], *map(str, cells), format_age(task.since))
     return _with_rest(shown, len(waiting))
+
+
+def _failures(failures: Sequence[ScoringFailure]) -> PlainTable:
+    shown = plain_table("scorings that failed", "rollouts", "error", words=("error",))
+    for each in failures[:MAX_GROUPS_SHOWN]:
+        shown.add_row(one_line(each.scorer), str(each.rollouts), one_line(each.error))
+    return _with_rest(shown, len(failures))
 
 
 def _with_rest(shown: PlainTable, total: int) -> PlainTable:

@@ -23,6 +23,7 @@ from tracegrad_trainer.utils.console import (
     print_report,
 )
 
+MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
 
@@ -174,6 +175,11 @@ def _overview(status: RunStatus) -> PlainTable:
         count, rollouts = late["rewards"], format_count(late["rollouts"], "rollout")
         came = f"for {rollouts}, of the last {late['of']}: came after training, not used"
         shown.add_row("late rewards", f"{count}  {came}")
+    for name, counts in status.scorings.items():
+        shown.add_row(f"scored by {name}", _scorings(counts))
+    for failure in status.scoring_failures[:MOST_FAILURES]:
+        rollouts = format_count(failure["rollouts"], "rollout")
+        shown.add_row("not scored", f"{rollouts}: {failure['error']}")
     if status.removed:
         gone = f"{status.removed['turns']}  of {status.removed['rollouts']} rollouts (prune)"
         shown.add_row("turns removed", f"{gone}, {status.removed['trained']} of them were trained")
@@ -215,6 +221,14 @@ def _drivers(intake: Json) -> str:
         return now
     waited = f"waited {format_elapsed(intake['waited_s'])}"
     return f"{now}; {waited} in all for {format_count(intake['places'], 'rollout')}"
+
+
+def _scorings(counts: Json) -> str:
+    made = counts["scored"] + counts["unknown"] + counts["failed"]
+    said = [str(counts["scored"])]
+    said += [f"{counts['unknown']} unknown"] if counts["unknown"] else []
+    said += [f"{counts['failed']} failed"] if counts["failed"] else []
+    return f"{', '.join(said)}; {counts['seconds'] / made:.2g} s each"
 
 
 def _reasons(not_trained: Mapping[str, int]) -> PlainTable:

@@ -1,8 +1,8 @@
-"""`trainer serve`: starts vLLM, the proxy and the FSDP ranks, watches them, starts those again that
-end, stops them together.
+"""`trainer serve`: starts vLLM, the proxy, the scorers where there are some, and the FSDP ranks,
+watches them, starts those again that end, stops them together.
 
 Nothing here touches a tensor. This process owns the order: what can be checked is checked before
-anything starts; then all three start at once, since each spends its time importing. The ranks stop
+anything starts; then all start at once, since each spends its time importing. The ranks stop
 first, so that a step under way is committed and its push finished; vLLM goes last. It owns the port
 too, so that calls wait while the proxy is started again.
 """
@@ -16,7 +16,9 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import IO
 
@@ -25,6 +27,7 @@ from rich.console import Console
 
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
@@ -53,6 +56,8 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.rewards.judge import judge_key
+from tracegrad_trainer.rewards.worker import is_at_work
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import (
     check_before_training,
@@ -98,7 +103,7 @@ def serve(settings: TrainerSettings, console: Console) -> int:
 
 
 class ServeStack:
-    """vLLM, the proxy and the ranks as one thing."""
+    """vLLM, the proxy, the scorers and the ranks as one thing."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
         self.settings = with_control_key(settings)
@@ -212,12 +217,15 @@ class ServeStack:
         vllm = VllmProcess(settings.vllm, settings.gpus.vllm_gpus)
         proxy = proxy_process(settings, self.listener.fileno())
         ranks = RankProcesses(settings, resolved)
-        self.children = [vllm, proxy, ranks]
+        scorers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
+        self.children = [vllm, proxy, *scorers, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
             child.start()
         self._await(proxy, lambda: is_responding(settings.url, "/healthz"))
         self._await(vllm, lambda: is_responding(settings.vllm.url, "/health"))
+        for scorer in scorers:
+            self._await(scorer, partial(self._scores, scorer))
         self._await(ranks, self._ranks_serve)
         self.report_stage("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
@@ -261,6 +269,9 @@ class ServeStack:
         answering = {
             "vllm": lambda: is_responding(self.settings.vllm.url, "/health"),
             "proxy": lambda: is_responding(self.settings.url, "/healthz"),
+            "scorers": lambda: any(
+                self._scores(child) for child in self.children if child.name == "scorers"
+            ),
         }
         parts = []
         for child in self.children:
@@ -295,6 +306,9 @@ class ServeStack:
             except ChildError:
                 child.stop(grace_s=0)
                 raise
+
+    def _scores(self, scorer: ChildProcess) -> bool:
+        return is_at_work(self.settings.state_dir, scorer.pid)
 
     def _ranks_serve(self) -> bool:
         """Whether they have pushed weights since their start."""
@@ -342,6 +356,14 @@ def proxy_process(settings: TrainerSettings, listener: int | None = None) -> Chi
     return ChildProcess("proxy", command, log=log, env=env, pass_fds=fds)
 
 
+def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
+    """The worker that scores finished rollouts. `resolved`: the file of settings that it reads."""
+    command = [sys.executable, "-m", "tracegrad_trainer.rewards.worker", str(resolved)]
+    store = {STORE_VARIABLE: settings.proxy.store.get_secret_value()}
+    # Behind vLLM in the scheduler, as the ranks.
+    return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=store, nice=5)
+
+
 def plan_placement(settings: TrainerSettings) -> Placement:
     """Raises StartError: the model does not fit, [gpus] is wrong, or vLLM wants a GPU."""
     try:
@@ -364,7 +386,13 @@ def ready_timeout_s(placement: Placement) -> float:
 
 
 def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:
-    """Raises StartError: what is wrong with model, tokenizer or checkpoint, or for vLLM."""
+    """Raises StartError: what is wrong with model, tokenizer or checkpoint, for vLLM or for a
+    judge."""
+    if settings.rewards.judge is not None:
+        try:
+            judge_key(settings.rewards.judge)
+        except ValueError as error:
+            raise StartError(str(error)) from None
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
         raise StartError(
             "fsdp.routing = 'r3': vLLM reports the experts that it chose on GPUs only, and this one"

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
 from tracegrad.store import PolicyVersion, StepHistory, Store, TurnCounts
+from tracegrad.store.expressions import training_state
 from tracegrad.store.ledger.group_cut import OVER_SAMPLED
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import total_removed
 from tracegrad.store.read.reward_arrival import RECENT_REWARDS
+from tracegrad.store.read.scorings import scoring_failures
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import read_state, run_id
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
@@ -46,6 +49,8 @@ class RunStatus:
     turns_trained: int
     not_trained: dict[str, int]  # reason -> turns
     late_rewards: Json  # that came after training, of the newest: rewards, rollouts, of
+    scorings: dict[str, Json]  # by scorer: scored, unknown, failed, seconds of all together
+    scoring_failures: list[Json]  # of rollouts that have no reward: scorer, error, rollouts
     removed: Json  # what `tracegrad prune` took: rollouts, turns, and of these trained
     steps_total: int
     steps: list[Json]  # the newest first
@@ -115,6 +120,8 @@ def collect_status(
         turns_trained=counts.trained,
         not_trained={**counts.pending, **counts.skipped},
         late_rewards=_late_rewards(store),
+        scorings={name: asdict(each) for name, each in store.count_scorings()[0].items()},
+        scoring_failures=_scoring_failures(store, tags),
         removed=_removed(store),
         steps_total=history.count(),
         steps=[asdict(step) | {"settings": None} for step in recent[::-1][:steps]],
@@ -158,6 +165,12 @@ def _late_rewards(store: Store) -> Json:
         return {}
     looked_at = min(found.last, RECENT_REWARDS)
     return {"rewards": found.rewards, "rollouts": found.rollouts, "of": looked_at}
+
+
+def _scoring_failures(store: Store, tags: Mapping[str, str]) -> list[Json]:
+    with store.reading() as connection:
+        state = training_state(tags, time.time())
+        return [asdict(each) for each in scoring_failures(connection, state == "scoring_failed")]
 
 
 def _removed(store: Store) -> Json:

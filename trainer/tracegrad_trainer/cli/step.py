@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tracegrad.store import StepRecord, Store, StoreError
+from tracegrad.store import Ledger, StepRecord, Store, StoreError
 from tracegrad_trainer.cli.render_status import format_step_line
+from tracegrad_trainer.cli.score import describe_totals, scoring_scope
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_journal import RunJournal
 from tracegrad_trainer.launch.run_state import delete_state, read_state, restore_state
@@ -31,6 +32,8 @@ from tracegrad_trainer.launch.session import (
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.rewards.one_off import score_now
+from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError
 
@@ -77,6 +80,8 @@ def _run(
         _journalled(settings, store) as journal,
         _unchecked_settings(settings) as unchecked,
     ):
+        if settings.rewards.composes:
+            say(_scored(settings, store))
         before = delete_state(settings.state_dir, "ranks")
         ranks = RankProcesses(
             settings,
@@ -94,6 +99,16 @@ def _run(
         said = str(state.get("said", ""))
         journal.end(state.get("ending", "done"), said, step=committed_point(store)[0])
     return said, int(state.get("taken", 0))
+
+
+def _scored(settings: TrainerSettings, store: Store) -> str:
+    """All that ended, before the ranks look for rewards. Raises StartError."""
+    if settings.data.idle_s is not None:
+        IdleRollouts(Ledger(store), settings.data.idle_s, settings.data.tags).close_all()
+    try:
+        return describe_totals(score_now(store, settings.rewards, scoring_scope(settings)))
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 @contextmanager

@@ -140,11 +140,20 @@ def _kind(annotation: Any, bounds: str) -> str:
         one = _kind(inside[0], "")
         return f"list of {one}" if get_origin(inside[0]) is Literal else f"list of {one}s"
     if origin is dict:
-        return "table of any values" if inside[1] is Any else f"table of {_kind(inside[1], '')}s"
+        return "table of any values" if inside[1] is Any else f"table of {_kinds(inside[1])}"
     if origin is not None:  # Annotated
         return _kind(inside[0], bounds)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     words = {bool: "true or false", int: "whole number", float: "number", Path: "path"}
     return words.get(annotation, "string") + bounds
+
+
+def _kinds(annotation: Any) -> str:
+    """Several of them."""
+    one = _kind(annotation, "")
+    first, _, rest = one.partition(" of ")
+    return f"{first}s of {rest}" if rest else f"{one}s"
 
 
 def _bounds(metadata: list[Any]) -> str:

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_settings import SettingsConfigDict
 
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
-from tracegrad.events import MAX_REWARD, Json
+from tracegrad.events import Json
 from tracegrad.proxy.config import ProxySettings, SecretUrl
 from tracegrad.settings_sources import (
     FileSettings,
@@ -42,6 +42,7 @@ from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED, WEIGHTS
 from tracegrad_trainer.metrics import MetricsSettings
+from tracegrad_trainer.rewards.config import RewardSettings
 
 # What other trainers (TRL, verl, transformers) call a setting.
 _SYNONYMS = {
@@ -153,22 +154,6 @@ class DataSettings(BaseModel):
                 " over_sample, or leave it out"
             )
         return self
-
-
-class RewardSettings(BaseModel):
-    """What rollouts are worth that nobody rewarded."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    agent_error: float | None = Field(
-        None,
-        ge=-MAX_REWARD,
-        le=MAX_REWARD,
-        allow_inf_nan=False,
-        description="reward of a rollout that ended with agent_error and that nobody rewarded,"
-        " data.incomplete_after_s after its end; left out: its reward is unknown, and it is not"
-        " trained",
-    )
 
 
 class PushSettings(BaseModel):
@@ -328,6 +313,20 @@ class TrainerSettings(FileSettings):
             )
         if "drop_equal_reward" not in self.batches.model_fields_set:
             self.batches = self.batches.model_copy(update={"drop_equal_reward": compares})
+        return self
+
+    @model_validator(mode="after")
+    def _one_judge_of_groups(self) -> Self:
+        if self.rewards.judge is not None and self.batches.group_size == 1:
+            raise ValueError(
+                "rewards.judge compares the rollouts of a group, and batches.group_size is 1: raise"
+                " it, or score rollouts by a function (rewards.functions)"
+            )
+        if self.rewards.composes and self.objective.judge is not None:
+            raise ValueError(
+                "objective.judge gives the reward itself, and so would the sum of [rewards]: leave"
+                " one of them out"
+            )
         return self
 
     @model_validator(mode="after")

@@ -32,6 +32,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "rewards_after_training": Metric(
             "rewards", "since the step before, whose rollouts had been trained or skipped by then"
         ),
+        "scored_…": Metric("rollouts", "since the step before, that this scorer scored"),
+        "score_unknown_…": Metric("rollouts", "of which it could not tell"),
+        "score_failed_…": Metric("rollouts", "that it failed with, after all attempts"),
+        "score_seconds_…": Metric(
+            "s", "that it took for these, with the pauses between attempts", clock=True
+        ),
         "advantage_abs_mean": Metric("advantage", "mean size over the turns"),
         "turns": Metric("turns", "of the batch"),
         "turns_skipped": Metric("turns", "of the batch, not trained for any reason"),

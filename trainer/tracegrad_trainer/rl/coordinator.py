@@ -127,6 +127,7 @@ class Coordinator:
         self.intake = IntakeReport(settings, store, self.owner) if asks else None
         self._held: list[Group] = []
         self._rewards_seen = store.late_rewards().last  # by number of arrival
+        _, self._scorings_seen = store.count_scorings()  # as well
 
     def resume_point(self) -> ResumePoint:
         """Where the last committed step left off; what a killed run of ours had is free again."""
@@ -215,6 +216,7 @@ class Coordinator:
             expert_routing=self.routing is not None,
             held=self.leases.rollouts,
             over_sample=over_sample_of(self.settings),
+            composed=self.settings.rewards.composes,
         )
         self.leases.hold(groups)  # a judge may take its time
         return self.judging.apply(groups) if self.judging else groups
@@ -318,6 +320,7 @@ class Coordinator:
             metrics={
                 **selection.stats,
                 **self._late_rewards(),
+                **self._scorings(),
                 **({} if self.intake is None else self.intake.metrics()),
                 **self._drift(metrics),
                 **metrics,
@@ -391,6 +394,17 @@ class Coordinator:
         self.leases.close()
         if self.intake is not None:
             self.intake.close()
+
+    def _scorings(self) -> dict[str, float]:
+        """How scorers ended with rollouts since the step before."""
+        counts, self._scorings_seen = self.store.count_scorings(after=self._scorings_seen)
+        found: dict[str, float] = {}
+        for name, each in counts.items():
+            found[f"scored_{name}"] = float(each.scored)
+            found[f"score_unknown_{name}"] = float(each.unknown)
+            found[f"score_failed_{name}"] = float(each.failed)
+            found[f"score_seconds_{name}"] = each.seconds
+        return found
 
     def check_leases(self, batch: LeasedBatch) -> None:
         """That all of the batch is still ours; it is renewed. Raises LeaseLost."""

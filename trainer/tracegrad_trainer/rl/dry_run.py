@@ -6,6 +6,7 @@ the ledger's groups, the filters, the advantages, the packing.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
@@ -15,6 +16,8 @@ from functools import partial
 import numpy as np
 
 from tracegrad.store import Group, IncompleteGroup, Ledger, Store
+from tracegrad.store.expressions import training_state
+from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
 from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
@@ -82,6 +85,7 @@ class StepPlan:
     inferred_open: InferredOpen  # the others that nobody opened
     pending: dict[str, int]  # turns of the store that no step has looked at, by state
     note: str | None  # what could not be known
+    scoring_failures: list[ScoringFailure]  # of rollouts that have no reward because of them
     compares_states: bool  # whether turns are compared with those of equal environment state
     titles: dict[str, str]  # of the waiting tasks, by id
 
@@ -103,6 +107,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         expert_routing=routing is not None,
         idle_s=data.idle_s,
         over_sample=over_sample_of(settings),
+        composed=settings.rewards.composes,
     )
     failed = store.failed_versions()
 
@@ -152,9 +157,16 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             data.tags, compared=batches.group_size > 1, idle_before=peek.idle_before
         ).pending,
         note=note,
+        scoring_failures=_scoring_failures(settings, store),
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},
     )
+
+
+def _scoring_failures(settings: TrainerSettings, store: Store) -> list[ScoringFailure]:
+    state = training_state(settings.data.tags, time.time(), composed=settings.rewards.composes)
+    with store.reading() as connection:
+        return scoring_failures(connection, state == "scoring_failed")
 
 
 def _titles(
@@ -178,6 +190,8 @@ def _beginning(
     note = None
     if settings.objective.judge is not None:
         note = "the judge is not asked here: rewards are those that the store has"
+    elif settings.rewards.composes:
+        note = "nothing is scored here: rewards are those that the store has"
     try:
         point = resume_point(settings, store)
         if point.weights is None:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tracegrad.events import Json
@@ -13,8 +13,10 @@ from tracegrad.store import Ledger, Store
 from tracegrad.store.ledger.idle import MOST_LOOKED_AT
 from tracegrad.store.ledger.leases import NO_OVER_SAMPLE, OverSample
 from tracegrad.store.ledger.readiness import BatchReadiness
+from tracegrad.store.read.scorings import ScoringFailure
 from tracegrad.store.types import InferredOpen
 from tracegrad.text_format import format_age, format_count, format_elapsed
+from tracegrad_trainer.rewards.config import COMPOSING
 
 # What a run without `data.idle_s` is told to set.
 IDLE_FIX = "data.idle_s=60"
@@ -36,6 +38,7 @@ class BatchNeeds:
     url: str | None  # the proxy's
     idle_s: float | None = None
     over_sample: OverSample = NO_OVER_SAMPLE
+    composed: bool = False  # the reward is a sum of parts that scorers give
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
@@ -53,6 +56,7 @@ class BatchNeeds:
             over_sample=OverSample(
                 data.get("over_sample", 0), data.get("over_sample_keep", "first")
             ),
+            composed=any(resolved.get("rewards", {}).get(name) for name in COMPOSING),
         )
 
 
@@ -74,6 +78,7 @@ def wait_reason(
         tags=needs.tags,
         incomplete_after_s=needs.incomplete_after_s,
         over_sample=needs.over_sample,
+        composed=needs.composed,
     )
     if found.is_empty:
         where = f" at {needs.url}/v1" if needs.url else ""
@@ -120,7 +125,12 @@ def _parts(
             ("not_selected", states.get("not_selected", 0), lambda n: _not_selected(n, needs.tags)),
             *((name, states.get(name, 0), words) for name, words in _STATES.items()),
         )
+        if not (needs.composed and name in _UNREWARDED)
     ]
+    unsummed = sum(states.get(name, 0) for name in _UNREWARDED) if needs.composed else 0
+    parts.append(("unscored", unsummed, _unscored(unsummed)))
+    failed = states.get("scoring_failed", 0)
+    parts.append(("scoring_failed", failed, _scoring_failed(failed, found.scoring_failures)))
     for outcome, count in found.unscored.items():
         text = f"{format_count(count, 'rollout')} ended with {outcome}, which is not scored"
         parts.append((outcome, count, text))
@@ -134,6 +144,27 @@ _STATES: Mapping[str, Callable[[str], str]] = {
     "named_reward": lambda n: f'{n} with other rewards than the main one, named "reward"',
     "no_turns": lambda n: f"{n} ended without a recorded call",
 }
+
+
+_UNREWARDED = ("no_reward", "named_reward")
+
+
+def _unscored(rollouts: int) -> str:
+    return (
+        f"{format_count(rollouts, 'rollout')} ended, and lack"
+        f"{'s' if rollouts == 1 else ''} a part of the reward (scorers that are not done, or a part"
+        " that somebody is to give)"
+    )
+
+
+def _scoring_failed(rollouts: int, failures: Sequence[ScoringFailure]) -> str:
+    """`3 rollouts could not be scored: resolved timed out after 30 s`"""
+    said = f"{format_count(rollouts, 'rollout')} could not be scored"
+    if not failures:
+        return said
+    first, *others = failures
+    more = f" (and {format_count(len(others), 'other error')})" if others else ""
+    return f"{said}: {first.error}{more}"
 
 
 def _open(found: BatchReadiness, idle_s: float | None) -> list[tuple[str, int, str]]:

@@ -64,7 +64,7 @@ class ChildProcess:
         self.name = name
         self.command = list(command)
         self.log = log
-        self.env = {**_inherited(), "PYTHONSAFEPATH": "1", **(env or {})}
+        self.env = {**inherited_environment(), "PYTHONSAFEPATH": "1", **(env or {})}
         self.nice = nice
         self.orphaned = orphaned
         self.pass_fds = tuple(pass_fds)
@@ -202,7 +202,8 @@ def is_responding(url: str, path: str = "") -> bool:
         return False
 
 
-def _inherited() -> dict[str, str]:
+def inherited_environment() -> dict[str, str]:
+    """Ours, but for the variables of settings."""
     names = (name for name in os.environ if not name.startswith(_SETTINGS))
     return {name: os.environ[name] for name in names if name != ENGINE_KEY_VARIABLE}
 

@@ -26,6 +26,7 @@ from tracegrad.inspect.forks import (
 from tracegrad.inspect.reasons import (
     ReasonText,
     UntrainedReason,
+    describe_failed_scorings,
     describe_idle,
     fork_text,
     untrained_reason,
@@ -87,6 +88,7 @@ def explanation_json(detail: RolloutDetail) -> dict[str, Any]:
         "unnamed_calls": detail.unnamed_calls,
         "idle": describe_idle(detail.summary, detail.trainer_idle_s),
         "continues": detail.summary.continues,
+        "failed_scorings": [asdict(each) for each in detail.failed_scorings],
     }
 
 
@@ -307,6 +309,9 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
     if late := sum(map(detail.came_late, detail.rewards)):
         came = f"{format_count(late, 'reward')} came when training had taken the others: not used"
         yield from indented(Text(came, style="yellow"), margin=_MARGIN, width=width)
+    for error in describe_failed_scorings(detail.failed_scorings):
+        failed = Text(f"not scored: {one_line(error)}", style="yellow")
+        yield from indented(failed, margin=_MARGIN, width=width)
     for (reason, final), turns in by_reason.items():
         words = waiting_text(reason, detail)
         which = f"  {format_count(len(turns), 'turn')}: {format_ranges(turns)}"
@@ -314,7 +319,7 @@ def _untrained(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
         yield from indented(label, margin=_MARGIN, width=width)
         asked = asked_settings(reason, [detail.turns[index] for index in turns])
         yield from _advice(words, margin=_MARGIN + 2, width=width, asked=asked)
-        if reason == "named_reward":
+        if reason in ("named_reward", "scoring_failed") and _rewards_given(detail):
             given = Text(f"given so far: {_rewards_given(detail)}", style="dim")
             yield from indented(given, margin=_MARGIN + 2, width=width)
 

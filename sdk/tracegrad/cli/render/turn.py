@@ -23,6 +23,7 @@ from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.store.types import COMPOSED_SOURCE
 from tracegrad.text_format import format_count, format_duration, format_time
 
 COLUMN = 11
@@ -209,12 +210,14 @@ def _late_by(detail: RolloutDetail) -> str:
 
 
 def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
-    """Of all that have its name and turn; `in_time`: of those that training could take."""
+    """Of all that have its name and turn; `in_time`: of those that training could take. A composed
+    one revises those before it, and none that somebody gave: these are parts of it."""
     turns = len(agent_turn_indices(detail.turns))
 
-    def given_for(each: Reward) -> tuple[str, int | None]:
+    def given_for(each: Reward) -> tuple[str, int | None, bool]:
         behind = each.turn is not None and each.turn < 0
-        return each.name, each.turn + turns if behind and each.turn is not None else each.turn
+        turn = each.turn + turns if behind and each.turn is not None else each.turn
+        return each.name, turn, each.source == COMPOSED_SOURCE
 
     # The last in arrival, as the ledger has it.
     same = [each for each in detail.rewards if given_for(each) == given_for(reward)]

@@ -1,7 +1,7 @@
 """Whole rollouts with all that is known of them, read for a copy of the store or of a part.
 
-Not in a copy: leases, which belong to the processes that hold them, keys, which are secrets, and
-the record of what maintenance removed here.
+Not in a copy: leases, which belong to the processes that hold them, keys, which are secrets, how
+scorers ended (the rewards that they gave are), and the record of what maintenance removed here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tracegrad.store.read.rollouts import (
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
-from tracegrad.store.types import PolicyVersion, StepRecord, TurnDisposition
+from tracegrad.store.types import COMPOSED_SOURCE, PolicyVersion, StepRecord, TurnDisposition
 
 # Rollouts in memory at once.
 _PAGE = 16
@@ -68,15 +68,17 @@ class RolloutRecord:
 
     @property
     def reward(self) -> float | None:
-        """The latest for the whole rollout named "reward", unless it was taken back."""
+        """The latest for the whole rollout named "reward", unless it was taken back; where one was
+        composed, the latest of those (`expressions.latest_reward`)."""
         events = [
-            event.value
+            event
             for event in self.rewards
             if event.name == MAIN_REWARD_NAME
             and event.turn is None
             and (event.value is None or is_reward(event.value))
         ]
-        return events[-1] if events else None
+        events = [event for event in events if event.source == COMPOSED_SOURCE] or events
+        return events[-1].value if events else None
 
     @property
     def steps(self) -> set[int]:

@@ -29,6 +29,7 @@ from tracegrad.store.rows import chunks, load, rows_of_keys
 from tracegrad.store.types import Group, IncompleteGroup
 
 MOST_UNREWARDED = 1_000  # that are asked for at once
+_UNREWARDED = ("no_reward", "named_reward", "scoring_failed")  # of `training_state`
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,13 @@ def ready_rollouts(
     *,
     alone: bool,
     idle_before: float | None = None,
+    composed: bool = False,
 ) -> list[ReadyRollout]:
     """The oldest first; rollouts without a task only if they may be a group `alone`.
 
-    `idle_before`: with those that are idle since then, as if they were closed `now`."""
-    reward = latest_reward()
+    `idle_before`: with those that are idle since then, as if they were closed `now`. `composed`: as
+    `latest_reward` has it."""
+    reward = latest_reward(composed=composed)
     ended = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.in_(SCORED_OUTCOMES))
     ended_at: ColumnElement[float | None] = Rollouts.finished_at.expression
     if idle_before is not None:
@@ -160,14 +163,19 @@ def load_groups(
 
 
 def incomplete_groups(
-    connection: Connection, alone: Sequence[ReadyRollout], tags: Mapping[str, str], now: float
+    connection: Connection,
+    alone: Sequence[ReadyRollout],
+    tags: Mapping[str, str],
+    now: float,
+    *,
+    composed: bool = False,
 ) -> list[IncompleteGroup]:
     """Tasks of ready rollouts that are too few for a group, the longest waiting first."""
     by_task: dict[str, list[ReadyRollout]] = {}
     for rollout in alone:
         by_task.setdefault(rollout.task_id or rollout.rollout_id, []).append(rollout)
     coming: dict[str, dict[str, int]] = {task_id: {} for task_id in by_task}
-    state = training_state(tags, now).label("state")
+    state = training_state(tags, now, composed=composed).label("state")
     query = (
         select(Rollouts.task_id, state, func.count())
         .where(Rollouts.consumed_at.is_(None))
@@ -181,7 +189,7 @@ def incomplete_groups(
             ready=[rollout.rollout_id for rollout in rollouts],
             since=min(rollout.finished_at for rollout in rollouts),
             open=coming[task_id].get("open", 0),
-            no_reward=sum(coming[task_id].get(name, 0) for name in ("no_reward", "named_reward")),
+            no_reward=sum(coming[task_id].get(name, 0) for name in _UNREWARDED),
             no_turns=coming[task_id].get("no_turns", 0),
         )
         for task_id, rollouts in by_task.items()

@@ -90,6 +90,7 @@ class Ledger:
         expert_routing: bool = True,
         held: Collection[str] = (),
         over_sample: OverSample = NO_OVER_SAMPLE,
+        composed: bool = False,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -104,7 +105,8 @@ class Ledger:
         by (`over_sample`). The lease ends after `ttl_s` seconds by itself, unless it
         is renewed. Rollouts in `held`, which the caller has already, are not given out again,
         whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
-        are large.
+        are large. `composed`: a rollout has a reward when one was composed of its parts, or given
+        by a rule; one that somebody gave waits for the sum that it is a part of.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -113,7 +115,9 @@ class Ledger:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             _consume_over_sampled(connection, now)
-            ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
+            ready = ready_rollouts(
+                connection, tags or {}, now, alone=group_size == 1, composed=composed
+            )
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             before = now - incomplete_after_s
             chosen = form_groups(ready, group_size, before, over_sample)[:groups]
@@ -174,6 +178,7 @@ class Ledger:
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
         over_sample: OverSample = NO_OVER_SAMPLE,
+        composed: bool = False,
     ) -> BatchReadiness:
         """How many groups `lease` could give now, and what the other rollouts wait for."""
         _check(groups=1, group_size=group_size, ttl_s=1.0)
@@ -184,6 +189,7 @@ class Ledger:
                 tags=tags or {},
                 incomplete_after_s=incomplete_after_s,
                 over_sample=over_sample,
+                composed=composed,
             )
 
     def preview(
@@ -196,6 +202,7 @@ class Ledger:
         expert_routing: bool = True,
         idle_s: float | None = None,
         over_sample: OverSample = NO_OVER_SAMPLE,
+        composed: bool = False,
     ) -> LeasePreview:
         """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
         too, and who waits. Changes nothing."""
@@ -204,7 +211,12 @@ class Ledger:
             now = statements.server_time(connection)
             idle_before = None if idle_s is None else now - idle_s
             ready = ready_rollouts(
-                connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
+                connection,
+                tags or {},
+                now,
+                alone=group_size == 1,
+                idle_before=idle_before,
+                composed=composed,
             )
             formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -218,7 +230,7 @@ class Ledger:
                     expert_routing=expert_routing,
                 ),
                 more=len(formed[groups:]),
-                incomplete=incomplete_groups(connection, alone, tags or {}, now),
+                incomplete=incomplete_groups(connection, alone, tags or {}, now, composed=composed),
                 idle=0 if idle_before is None else count_idle(connection, tags or {}, idle_before),
                 idle_before=idle_before,
                 inferred_open=inferred_open(connection, tags or {}, now, since=idle_before),

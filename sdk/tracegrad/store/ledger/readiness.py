@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import ColumnElement, Connection, func, select
 
 from tracegrad.events import Outcome
 from tracegrad.store.databases import statements
@@ -20,6 +20,7 @@ from tracegrad.store.ledger.leases import (
     ready_rollouts,
 )
 from tracegrad.store.models import Rollouts, Steps, TurnLedger, Turns
+from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.types import InferredOpen
 
 _UNSCORED = {outcome.value for outcome in Outcome if not outcome.scored}
@@ -42,6 +43,7 @@ class BatchReadiness:
     unopened: int  # of the open ones those that nobody opened
     inferred_open: InferredOpen  # of these those with turns
     newest: float | None  # when one with the tags was opened or finished last; None: there is none
+    scoring_failures: list[ScoringFailure]  # of rollouts in the state `scoring_failed`
 
 
 def batch_readiness(
@@ -51,17 +53,19 @@ def batch_readiness(
     tags: Mapping[str, str],
     incomplete_after_s: float,
     over_sample: OverSample = NO_OVER_SAMPLE,
+    composed: bool = False,
 ) -> BatchReadiness:
-    """`incomplete_after_s` as `Ledger.lease` has it."""
+    """`incomplete_after_s` and `composed` as `Ledger.lease` has them."""
     now = statements.server_time(connection)
-    ready = ready_rollouts(connection, tags, now, alone=group_size == 1)
+    ready = ready_rollouts(connection, tags, now, alone=group_size == 1, composed=composed)
     formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
     taken = {rollout.rollout_id for group in formed for rollout in group}
     lacking = [each for each in ready if each.rollout_id not in taken]
     left = Counter(each.task_id for each in lacking)
     newest = {each.task_id: each.finished_at for each in lacking}  # the last of each
     due = [at + incomplete_after_s - now for task, at in newest.items() if left[task] >= 2]
-    states, unopened = _states(connection, tags, now, compared=group_size > 1)
+    state = training_state(tags, now, compared=group_size > 1, composed=composed)
+    states, unopened = _states(connection, state)
     unscored, passed = _consumed_since_the_last_step(connection, tags)
     unscored.update({name: states[name] for name in _UNSCORED & states.keys()})
     return BatchReadiness(
@@ -76,15 +80,19 @@ def batch_readiness(
         unopened=unopened,
         inferred_open=inferred_open(connection, tags, now),
         newest=_newest(connection, tags),
+        scoring_failures=scoring_failures(connection, state == "scoring_failed")
+        if states.get("scoring_failed")
+        else [],
     )
 
 
-def _states(
-    connection: Connection, tags: Mapping[str, str], now: float, *, compared: bool
-) -> tuple[dict[str, int], int]:
+def _states(connection: Connection, state: ColumnElement[str]) -> tuple[dict[str, int], int]:
     """How many are in each, and how many of the open ones nobody opened."""
-    state = training_state(tags, now, compared=compared).label("state")
-    found = select(state, Rollouts.opened).where(Rollouts.consumed_at.is_(None)).subquery()
+    found = (
+        select(state.label("state"), Rollouts.opened)
+        .where(Rollouts.consumed_at.is_(None))
+        .subquery()
+    )
     kinds = (found.c.state, found.c.opened)
     rows = connection.execute(select(*kinds, func.count()).group_by(*kinds)).all()
     states: Counter[str] = Counter()

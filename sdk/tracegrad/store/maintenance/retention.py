@@ -48,6 +48,7 @@ from tracegrad.store.models import (
     RolloutPlaces,
     Rollouts,
     RolloutTags,
+    Scorings,
     Spans,
     TurnLedger,
     Turns,
@@ -225,7 +226,7 @@ def _as_many(connection: Connection, keys: Sequence[PageKey], left: int | None) 
 
 
 _OF_A_ROLLOUT = (
-    *(Turns, Spans, Rewards, Outcomes, RolloutTags),
+    *(Turns, Spans, Scorings, Rewards, Outcomes, RolloutTags),
     *(RolloutKeys, RolloutPlaces, Leases, OverSampled),
 )
 

@@ -13,6 +13,7 @@ from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.filters import RolloutFilter
 from tracegrad.store.models import Leases, Rewards, Rollouts, Turns
 from tracegrad.store.rows import rows_of_keys
+from tracegrad.store.types import COMPOSED_SOURCE
 
 # The dialect of turns that spans reported: `created_at` is their beginning, of all others the end.
 SPAN_DIALECT = "otel"
@@ -47,6 +48,10 @@ class _Reward(NamedTuple):
     seq: int
     value: float | None
     created_at: float
+    source: str
+
+
+_REWARD = (*(Rewards.rollout_id, Rewards.seq, Rewards.value, Rewards.created_at, Rewards.source),)
 
 
 class _Lease(NamedTuple):
@@ -114,12 +119,12 @@ def _rewards(connection: Connection, rollout_ids: Collection[str]) -> dict[str, 
     """For whole rollouts, in order of arrival."""
     found: dict[str, list[_Reward]] = {rollout_id: [] for rollout_id in rollout_ids}
     query = (
-        select(Rewards.rollout_id, Rewards.seq, Rewards.value, Rewards.created_at)
+        select(*_REWARD)
         .where(Rewards.name == MAIN_REWARD_NAME, Rewards.turn.is_(None))
         .order_by(Rewards.seq)
     )
     for row in rows_of_keys(connection, query, Rewards.rollout_id, rollout_ids):
-        found[row.rollout_id].append(_Reward(row.seq, row.value, row.created_at))
+        found[row.rollout_id].append(_Reward(row.seq, row.value, row.created_at, row.source))
     return found
 
 
@@ -134,4 +139,5 @@ def _rewarded_at(rewards: Sequence[_Reward], lease: _Lease) -> float | None:
             or reward.created_at <= lease.leased_at
         )
     ]
+    seen = [reward for reward in seen if reward.source == COMPOSED_SOURCE] or seen
     return seen[-1].created_at if seen and seen[-1].value is not None else None

@@ -38,6 +38,7 @@ from tracegrad.store.models import (
 )
 from tracegrad.store.read.call_counts import count_calls
 from tracegrad.store.read.reward_arrival import late_reward_ids, reward_targets
+from tracegrad.store.read.scorings import load_scorings
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import (
@@ -253,6 +254,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
         rewards_taken=target.state != "open",
         late_rewards=late_reward_ids(connection, Rewards.rollout_id, [rollout_id], now),
         trainer_idle_s=_trainer_idle_s(connection),
+        scorings=load_scorings(connection, [rollout_id])[rollout_id],
     )
 
 

@@ -209,7 +209,7 @@ def write_batch(
     add_texts(connection, rows.texts)
     add_links(connection, rows.links)
     _finish(connection, batch.finished)
-    rewards = _reward(connection, batch.rewards)
+    rewards = add_rewards(connection, batch.rewards)
     spans = _insert(connection, Spans, [_span_row(span) for span in batch.spans])
     _adopt_spans(connection, batch.spans)
     return NewRows(rewards, spans)
@@ -380,8 +380,8 @@ def _over_length(connection: Connection, rollout_ids: Sequence[str]) -> set[str]
     return full
 
 
-def _reward(connection: Connection, events: Sequence[Reward]) -> int:
-    """How many were new."""
+def add_rewards(connection: Connection, events: Sequence[Reward]) -> int:
+    """Of rollouts that are stored. How many were new. Raises EventRejected."""
     rows = [_reward_row(event) for event in events]
     if (new := _insert(connection, Rewards, rows)) == len(rows):
         return new

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from support.cli.run_rollouts import in_order, printed, printed_json, run
@@ -18,7 +20,7 @@ from support.cli.sample_rollouts import (
 )
 from support.store.events import make_turn, rollout_events
 from tracegrad.events import Reward
-from tracegrad.store import Ledger, StepRecord, Store
+from tracegrad.store import Ledger, Scoring, StepRecord, Store
 
 
 def test_a_fork_is_shown_with_its_evidence(store: Store, url: str) -> None:
@@ -123,6 +125,33 @@ def test_a_reward_of_another_name_is_named_with_what_is_missing(store: Store, ur
     assert (counted["reason"], counted["turns"]) == ("named_reward", 2)
     store.append([Reward(rollout_id="r", value=1.0)])
     assert printed_json(url, "explain", "r")["not_trained"][0]["reason"] == "waiting"
+
+
+def failed_scoring(rollout_id: str, **more: Any) -> Scoring:
+    given: dict[str, Any] = {"scorer": "resolved", "digest": "d", "turns": 2, "round": 0}
+    error = "resolved timed out after 30 s"
+    given |= {"state": "failed", "error": error, "attempts": 3}
+    return Scoring(rollout_id=rollout_id, **{**given, **more})
+
+
+def test_a_scoring_that_failed_says_why_until_it_is_made_up_for(store: Store, url: str) -> None:
+    store.append(rollout_events("r", reward=1.0))
+    assert store.record_scorings([failed_scoring("r")], [])
+    in_order(printed(url, "explain", "r"), [
+        "0 of 2 turns trained",
+        "not scored: resolved timed out after 30 s (3 attempts)",
+        "scoring_failed 2 turns: 0-1",
+        "→ Look at the error; then `trainer score ID` tries again. A part that the",
+        "given so far: 'reward' (1)",
+    ])  # fmt: skip
+    found = printed_json(url, "explain", "r")
+    assert found["not_trained"][0]["reason"] == "scoring_failed"
+    assert [each["scorer"] for each in found["failed_scorings"]] == ["resolved"]
+    [row] = printed_json(url, "ls", "--state", "scoring_failed")
+    assert (row["rollout_id"], row["state"]) == ("r", "scoring_failed")
+    assert store.record_scorings([failed_scoring("r", round=1, state="scored", error=None)], [])
+    assert "not scored" not in printed(url, "explain", "r")
+    assert printed_json(url, "ls", "--state", "scoring_failed") == []
 
 
 FUNCTION = {"name": "look", "parameters": {"type": "object", "properties": {}}}

@@ -7,6 +7,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import func, select
@@ -14,7 +15,7 @@ from sqlalchemy import func, select
 from support.store.events import chain, make_span, make_turn, rollout_events
 from support.store.maintenance import selection
 from tracegrad.events import Outcome, Reward, RolloutStarted
-from tracegrad.store import Ledger, ParentMissing, StepRecord, Store
+from tracegrad.store import Ledger, ParentMissing, Scoring, StepRecord, Store
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.maintenance import (
     PrunePreview,
@@ -58,6 +59,14 @@ def rows(store: Store) -> dict[str, int]:
 
 def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
     trained(store, "a", "b")
+    scored: dict[str, Any] = {
+        "scorer": "s",
+        "digest": "d",
+        "turns": 2,
+        "round": 0,
+        "parts": {"s": 1.0},
+    }
+    assert store.record_scorings([Scoring(rollout_id="a", state="scored", **scored)], [])
     removed = prune(store, OLD)
     assert ids(store) == set()
     left = {name: count for name, count in rows(store).items() if count}
@@ -73,6 +82,7 @@ def test_all_of_a_trained_rollout_goes_and_its_step_stays(store: Store) -> None:
         "pending": {},
         "spans": 2,
         "rewards": 2,
+        "scorings": 1,
         "outcomes": 2,
         "rollout_tags": 0,
         "rollout_keys": 2,

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
+from support.trainer import scorers
 from support.trainer.prepared_run import SMALL, fill, save_smallest_model, settings_of, steps_of
 from support.trainer.tiny_model import load_model
 from tracegrad.events import Reward, RolloutFinished, RolloutStarted
@@ -417,3 +418,57 @@ def test_a_part_of_ones_own_lies_where_the_command_is_run(model: Path, tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     [step] = steps_of(f"sqlite:///{tmp_path}/store.db")
     assert step.settings["objective"]["surrogate"] == "mine:loss"
+
+
+def test_it_scores_before_it_looks_for_rewards(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents gave rewards too: what counts is the sum, and a scorer that failed is said."""
+    url = f"sqlite:///{tmp_path}/store.db"
+    fill(url, groups=2)
+    with Store.open(url) as store:
+        names = [each.rollout_id for each in store.rollouts()]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv(scorers.CALLS, str(tmp_path / "calls"))
+    command = f'[ "$TRACEGRAD_ROLLOUT_ID" != {names[0]} ] || exit 9'
+    wanted = {
+        "rewards__functions": '["support.trainer.scorers:by_turns"]',
+        "rewards__commands": json.dumps({"check": command}),
+        "rewards__retries": 0,
+    }
+    given = options(model, tmp_path, **wanted)
+    done = trainer("step", *given, "--dry-run")
+    assert "nothing is scored here" in done.stdout
+    done = trainer("step", *given)
+    assert done.stdout.splitlines()[0] == "12 scorings, 1 failed; 5 rewards composed"
+    with Store.open(url) as store:
+        assert store.rollout(names[0]).summary.state == "scoring_failed"
+        one = store.rollout(names[1])
+        assert one.summary.reward == len(one.turns) + 1.0
+    done = trainer("score", *given, names[0])
+    assert (done.returncode, done.stdout.splitlines()[0]) == (
+        1,
+        "1 scoring, 1 failed; 0 rewards composed",
+    )
+    status = json.loads(trainer("status", "--state-dir", tmp_path, "--json").stdout)
+    assert status["scoring_failures"] == [
+        {"scorer": "check", "error": "check ended with exit code 9", "rollouts": 1}
+    ]
+    assert status["scorings"]["by_turns"]["scored"] == 6
+    shown = trainer("status", "--state-dir", tmp_path).stdout
+    assert "1 rollout: check ended with exit code 9" in shown
+    done = trainer("step", *given, "--dry-run")
+    assert "check ended with exit code 9" in " ".join(done.stdout.split())
+    again = {**wanted, "rewards__commands": json.dumps({"check": "true"})}
+    done = trainer("score", *options(model, tmp_path, **again), names[0], "--json")
+    assert json.loads(done.stdout) == {"scored": 1, "unknown": 0, "failed": 0, "composed": 1}
+    nothing = trainer("score", *options(model, tmp_path, **again))
+    assert (nothing.returncode, nothing.stdout) == (3, "0 scorings; 0 rewards composed\n")
+
+
+def test_score_without_scorers_and_with_an_id_that_is_none(model: Path, tmp_path: Path) -> None:
+    Store.open(f"sqlite:///{tmp_path}/store.db").close()
+    assert trainer("score", *options(model, tmp_path)).returncode == 2
+    weights = options(model, tmp_path, rewards__weights='{"thumbs": 1}')
+    done = trainer("score", *weights, "nobody")
+    assert done.returncode == 2

@@ -12,7 +12,7 @@ import pytest
 from support.store.events import make_turn, rollout_events
 from support.trainer.prepared_run import fill
 from tracegrad.events import Event, Outcome, Reward
-from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store import Ledger, PolicyVersion, Scoring, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
 from tracegrad_trainer.engine import CheckpointError
@@ -440,3 +440,51 @@ def test_two_trainers_take_each_rollout_once(make: Make, tmp_path: Path) -> None
     batches = [each.next_batch(0) for each in (one, other)]
     taken = [sorted(batch.selection.rollouts) for batch in batches if batch is not None]
     assert sorted(taken[0] + taken[1]) == ["r0", "r1", "r2", "r3"]
+
+
+# Rewards that are composed of parts
+
+
+def test_a_rollout_waits_for_the_sum_that_its_reward_is_a_part_of(make: Make) -> None:
+    coordinator = make(OFFLINE, rewards__weights='{"thumbs": 2.0}', rewards__agent_error=-1.0)
+    store = coordinator.store
+    for name in ("a", "b", "c"):
+        store.append(rollout_events(name, reward=0.5, at=time.time() - 5))
+    assert coordinator.next_batch(0) is None, "nobody composed a reward"
+    store.append(crashed("crashed"))
+    for name, value in (("a", 1.0), ("b", 0.0)):
+        thumbs = [Reward(rollout_id=name, value=value, name="thumbs")]
+        store.append([*thumbs, Reward(rollout_id=name, value=2 * value, source="composed")])
+    store.append([Reward(rollout_id="a", value=9.0)])
+    assert coordinator.crash_reward is not None
+    coordinator.crash_reward._asked = -1e9
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    given = {each.rollout_id: each.reward for each in batch.groups[0].rollouts}
+    assert given == {"a": 2.0, "b": 0.0, "crashed": -1.0}
+
+
+def test_how_scorers_ended_is_a_metric_of_the_step(make: Make) -> None:
+    coordinator = make(OFFLINE)
+    store = coordinator.store
+    fill(str(coordinator.settings.proxy.store.get_secret_value()), groups=2)
+    one = {"digest": "d", "turns": 1, "round": 0, "seconds": 1.5}
+    [first, second, *_] = (each.rollout_id for each in store.rollouts())
+    store.record_scorings(
+        [
+            Scoring(rollout_id=first, scorer="tests", state="scored", parts={"tests": 1.0}, **one),
+            Scoring(rollout_id=second, scorer="tests", state="failed", error="no", **one),
+        ],
+        [],
+    )
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    made = coordinator.record(batch, step=1, version=1, metrics={}, dropped_rows=(), weights=0)
+    assert {k: v for k, v in made.step.metrics.items() if k.startswith("score")} == {
+        "scored_tests": 1.0,
+        "score_unknown_tests": 0.0,
+        "score_failed_tests": 1.0,
+        "score_seconds_tests": 3.0,
+    }
+    later = coordinator.record(batch, step=2, version=2, metrics={}, dropped_rows=(), weights=0)
+    assert "scored_tests" not in later.step.metrics

@@ -20,7 +20,7 @@ from tracegrad.events import (
     RolloutStarted,
     Turn,
 )
-from tracegrad.store import Ledger, StepRecord, Store
+from tracegrad.store import Ledger, Scoring, StepRecord, Store
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
 AGO_S = 3 * 3600.0
@@ -208,3 +208,29 @@ def test_when_all_was_trained_nothing_new_came(store: Store) -> None:
         "idle",
         "no new rollouts; 0 of 2 groups ready; newest 3 h ago",
     )
+
+
+def test_rollouts_that_wait_for_scorers_and_those_that_failed_are_told_apart(store: Store) -> None:
+    store.append(rollouts(6))
+    found = wait_reason(store, needs(composed=True))
+    assert found.kind == "unscored"
+    assert found.text.startswith("6 rollouts ended, and lack a part of the reward")
+    failed = [
+        Scoring(
+            rollout_id=f"t{n}.0",
+            scorer="resolved",
+            digest="d",
+            turns=1,
+            round=0,
+            state="failed",
+            error="resolved timed out after 30 s" if n else "resolved raised KeyError: 'x'",
+        )
+        for n in range(4)
+    ]
+    assert store.record_scorings(failed, [])
+    found = wait_reason(store, needs(composed=True))
+    assert found.kind == "scoring_failed"
+    assert found.text.startswith(
+        "4 rollouts could not be scored: resolved timed out after 30 s (and 1 other error); "
+    )
+    assert "2 rollouts ended, and lack a part" in found.text

@@ -1,0 +1,1 @@
+"""Rewards that somebody or something works out: functions, commands, a judge, and their sum."""
