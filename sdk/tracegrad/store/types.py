@@ -118,9 +118,13 @@ class RewardPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
+    """What became of a version. Of its push: pushing, serving (again, after a rollback), failed, or
+    superseded by a rollback. Beside that (`Store.note_version`): its weights are kept on disk, or
+    not_kept, and why; it was evaluated, with the result."""
+
     version: int
     step: int | None
-    state: Literal["pushing", "serving", "failed"]
+    state: Literal["pushing", "serving", "failed", "superseded", "kept", "not_kept", "evaluated"]
     created_at: float = field(default_factory=time.time)
     detail: Json = field(default_factory=dict)
 

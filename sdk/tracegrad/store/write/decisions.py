@@ -37,7 +37,7 @@ def open_decisions(connection: Connection) -> list[Decision]:
 
 
 def close_decision(connection: Connection, seq: int, outcome: Json) -> None:
-    """What was done about it, or why nothing was ("refused"). ValueError: it is closed, or unknown."""
+    """What was done about it, or why nothing was ("refused"). ValueError: it is closed already."""
     changed = connection.execute(
         update(Decisions)
         .where(Decisions.seq == seq, Decisions.acted_at.is_(None))
