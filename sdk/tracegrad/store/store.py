@@ -311,6 +311,10 @@ class Store:
 
     version_history = _method(version_records.version_history)
 
+    def kept_steps(self) -> set[int]:
+        """Whose weights are kept on disk as those of versions: their checkpoints are kept too."""
+        return {one.weights_step for one in self.version_history().records.values() if one.kept}
+
 
 def _nothing(_connection: Connection, _new: Sequence[str]) -> None:
     pass

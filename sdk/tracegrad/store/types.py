@@ -21,6 +21,8 @@ JUDGE_SOURCE = "judge"
 RULE_SOURCE = "rule"  # a setting of the trainer's
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
+# Why one was skipped whose rollout is for evaluation alone (`promotion.tags`).
+HELD_OUT = "held_out"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
 PENDING_STATES = (
     "open",

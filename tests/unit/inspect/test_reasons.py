@@ -34,7 +34,7 @@ ANSWERING = {
 GIVEN = {"discard_tokens": 0, "discard_batch": -1, "without_rows": -1}
 # Fields of turns and of the ledger that hold one, and constants that are one.
 FIELDS = {"untrainable", "skip_reason"}
-CONSTANTS = {"LATE", "OVER_LENGTH", "TOKENS_REDACTED", "UNACKNOWLEDGED"}
+CONSTANTS = {"HELD_OUT", "LATE", "OVER_LENGTH", "TOKENS_REDACTED", "UNACKNOWLEDGED"}
 
 
 def texts(node: ast.AST | None, constants: dict[str, str]) -> Iterator[str]:

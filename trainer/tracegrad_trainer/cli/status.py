@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
-from tracegrad.store import PolicyVersion, StepHistory, Store
+from tracegrad.store import Decision, PolicyVersion, StepHistory, Store
 from tracegrad.store.maintenance import total_removed
 from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
@@ -31,6 +31,8 @@ class RunStatus:
     last_run: Json | None  # `RunRecord`: the one that runs, or how the last one ended
     damaged_records: int  # lines of the journal of runs that cannot be read
     last_seen: float | None  # of a run that ended without a word: its last sign
+    paused: Json | None  # training is: by, reason, created_at
+    held: str | None  # why nothing is leased, while it runs: a pause, or the promotion gate
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
     placement: str | None  # of `trainer serve`: who is on which GPUs
@@ -83,6 +85,7 @@ def collect_status(
     for step in recent:
         seconds.update(step.metrics.get("seconds", {}))
     version = store.current_version()
+    pause = store.version_history().paused
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
     return RunStatus(
         stage=serve.get("stage", "stopped") if serving else stage,
@@ -93,6 +96,8 @@ def collect_status(
         last_run=None if last is None else last.as_json(),
         damaged_records=journal.damaged,
         last_seen=_last_seen(last, serve, ranks),
+        paused=None if pause is None else _pause(pause),
+        held=ranks.get("held") if running and doing == "held" else None,
         waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
         if not running or doing == "waiting"
         else None,
@@ -115,6 +120,10 @@ def collect_status(
         seconds_steps=len(recent),
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _pause(decision: Decision) -> Json:
+    return {"by": decision.by, "reason": decision.reason, "created_at": decision.created_at}
 
 
 def _pending(ranks: Json, committed: int) -> list[int]:

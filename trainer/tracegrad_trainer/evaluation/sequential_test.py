@@ -17,7 +17,8 @@ same of 1 - x and 1 - m.
 Of two arms, "the candidate's mean is at most the other's" says that some m lies between the two.
 For that m the product of "the candidate is above m" and "the other is below m" is a test
 martingale, whatever the arms' sizes and whichever is sampled when; m is unknown, so the least
-product over all m counts. Between two points of the grid of m, each factor is taken at the end where it is smaller.
+product over all m counts. Between two points of the grid of m, each factor is taken at the end
+where it is smaller.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.weight_broadcast import transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
+from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -66,6 +66,7 @@ class PublishResult:
     allowed: float | Precision  # what the gap was held against: as in `compare_logprobs`
     error: str | None = None
     lost: bool = False  # nothing is served any more
+    superseded: bool = False  # by a rollback; nothing is wrong
 
     def detail(self) -> Json:
         return {
@@ -86,6 +87,8 @@ class WeightPublisher:
         self.learner = learner
         self.allowed = settings.push.probe_tolerance or learner.precision
         self.pusher: WeightPusher | None = None
+        # Until files of earlier pushes have given their room back; rank 0's.
+        self.await_room: Callable[[], None] = lambda: None
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
         if is_rank_zero():
@@ -181,8 +184,15 @@ class WeightPublisher:
             report = self.pusher.serve(new, verify=probing)
             return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
-            lost = isinstance(error, EngineLostError)
-            return PublishResult(version, None, probing.gap, self.allowed, str(error), lost)
+            return PublishResult(
+                version,
+                None,
+                probing.gap,
+                self.allowed,
+                str(error),
+                lost=isinstance(error, EngineLostError),
+                superseded=isinstance(error, SupersededError),
+            )
         finally:
             if not probing.shared:
                 _share(None)
@@ -221,6 +231,8 @@ class WeightPublisher:
         self, version: int, gathered: Iterator[tuple[str, Tensor]]
     ) -> ServedWeights | PushError:
         """Rank 0: the files, or why there are none. No more than a bucket of them is in memory."""
+        if self._rank_zeros.free_bytes() < self._pushed_bytes():
+            self.await_room()
         here = ((name, tensor.cpu()) for name, tensor in gathered)
         try:
             # An adapter has the names of the layers in memory, in vLLM and in peft.

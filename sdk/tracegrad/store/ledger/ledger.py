@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, exc, insert, literal, null, select
+from sqlalchemy import ColumnElement, Connection, exc, insert, literal, null, select
 
 from tracegrad.events import Outcome, new_id
 from tracegrad.store.databases import statements
@@ -53,6 +53,7 @@ from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import chunks, column_values, load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
 from tracegrad.store.types import (
+    HELD_OUT,
     LATE,
     Group,
     LeasePreview,
@@ -86,6 +87,7 @@ class Ledger:
         at_least: int | None = None,
         expert_routing: bool = True,
         held: Collection[str] = (),
+        held_out: Mapping[str, str] | None = None,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -96,10 +98,11 @@ class Ledger:
         `incomplete_after_s` ago. With `at_least`, fewer groups than `groups` will do.
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
-        with the outcome as the reason. The lease ends after `ttl_s` seconds by itself, unless it
-        is renewed. Rollouts in `held`, which the caller has already, are not given out again,
-        whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
-        are large.
+        with the outcome as the reason; so are those that carry all tags of `held_out`, which are
+        for evaluation alone, with that reason. The lease ends after `ttl_s` seconds by itself,
+        unless it is renewed. Rollouts in `held`, which the caller has already, are not given out
+        again, whatever became of their lease. `expert_routing` asks for the turns' routed experts,
+        which are large.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -107,6 +110,8 @@ class Ledger:
         def take(connection: Connection) -> tuple[float, list[list[ReadyRollout]]]:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
+            if held_out:
+                _consume_held_out(connection, {**held_out, **(tags or {})}, held_out, now)
             ready = ready_rollouts(connection, tags or {}, now, alone=group_size == 1)
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             chosen = form_groups(ready, group_size, now - incomplete_after_s)[:groups]
@@ -335,15 +340,33 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
         has_tags(tags),
     )
     ids = list(connection.scalars(select(Rollouts.rollout_id).where(*unscored)))
+    _consume(connection, ids, Rollouts.outcome.expression, now)
+
+
+def _consume_held_out(
+    connection: Connection, tags: Mapping[str, str], held_out: Mapping[str, str], now: float
+) -> None:
+    """Those that would be leased."""
+    if any(tags[key] != value for key, value in held_out.items()):
+        return  # training selects others
+    ready = ready_rollouts(connection, tags, now, alone=True)
+    reopened = reopened_rollouts(connection, [ready])
+    ids = [each.rollout_id for each in ready if each.rollout_id not in reopened]
+    _consume(connection, ids, literal(HELD_OUT), now)
+
+
+def _consume(
+    connection: Connection, ids: Sequence[str], reason: ColumnElement[Any], now: float
+) -> None:
     for some in chunks(ids):
         turns = (
-            select(Turns.turn_id, null(), Rollouts.outcome, literal(now))
+            select(Turns.turn_id, null(), reason, literal(now))
             .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
             .where(Rollouts.rollout_id.in_(some))
         )
         columns = ["turn_id", "step", "skip_reason", "created_at"]
         connection.execute(insert(TurnLedger).from_select(columns, turns))
-    update_rollouts(connection, ids, {"consumed_at": now})
+    update_rollouts(connection, list(ids), {"consumed_at": now})
 
 
 def _record(

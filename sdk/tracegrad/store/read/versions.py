@@ -13,12 +13,12 @@ from typing import Literal
 from sqlalchemy import Connection, select
 
 from tracegrad.events import Json
-from tracegrad.store.models import Decisions, VersionEvents
+from tracegrad.store.models import Decisions, Steps, VersionEvents
 from tracegrad.store.rows import load, select_fields
 from tracegrad.store.types import Decision, PolicyVersion
 
 VersionState = Literal[
-    "pushing", "candidate", "promoted", "served", "rolled_back", "superseded", "failed"
+    "pushing", "candidate", "promoted", "served", "rolled_back", "lost", "superseded", "failed"
 ]
 
 
@@ -26,9 +26,11 @@ VersionState = Literal[
 class VersionRecord:
     """`state`: served, by itself; candidate, until its evaluation is over; promoted: the last one
     that somebody, or the gate, found good; rolled_back: it came after a version that was returned
-    to; superseded: it was trained, and never served, because of a rollback; failed: its push did.
+    to; lost: its step was never committed; superseded: it was trained, and never served, because of
+    a rollback; failed: its push did.
 
-    `weights_step`: the optimizer step that made its weights, 0: the model folder has them. `kept`:
+    `weights_step`: the optimizer step that made its weights, 0: the model folder has them, below 0:
+    nobody has them any more. `kept`:
     its weights are on the trainer's disk, or `not_kept` is the reason why not. `decision` is the
     last one that names it.
     """
@@ -116,6 +118,7 @@ def version_history(connection: Connection) -> VersionHistory:
     for decision in load(connection, Decision, acted.order_by(Decisions.seq)):
         if decision.refused is None:
             _apply_decision(history, decision)
+    _find_lost(connection, history)
     _name_states(history)
     history.records = dict(sorted(history.records.items()))
     return history
@@ -188,6 +191,16 @@ def _apply_decision(history: VersionHistory, decision: Decision) -> None:
         history.paused = decision
     elif decision.kind == "resume" or decision.training == "continue":
         history.paused = None
+
+
+def _find_lost(connection: Connection, history: VersionHistory) -> None:
+    """Versions of a step whose number another one has by now: nobody else has their weights."""
+    made = dict(connection.execute(select(Steps.step, Steps.version)))
+    for record in history.records.values():
+        if made.get(record.weights_step, 0) > record.version:
+            record.weights_step = -1 - record.version
+            if record.state in ("served", "candidate"):
+                record.state = "lost"
 
 
 def _name_states(history: VersionHistory) -> None:
