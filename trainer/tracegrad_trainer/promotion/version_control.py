@@ -299,7 +299,7 @@ class VersionControl:
         """Removes those beyond `promotion.keep`."""
         history = self._store.version_history()
         kept = [one for one in history.records.values() if one.kept]
-        newest = {one.version for one in kept[len(kept) - self._settings.keep :]}
+        newest = {one.version for one in kept[max(0, len(kept) - self._settings.keep) :]}
         for one in kept:
             promoted = history.promoted is not None and history.same_weights(
                 one.version, history.promoted

@@ -183,8 +183,8 @@ class ServeWorker:
 
     def _act_before_start(self) -> None:
         """Rank 0."""
-        assert self.control is not None
-        self.control.act_before_start()
+        if self.control is not None:
+            self.control.act_before_start()
 
     def _check_control(self) -> None:
         """Rank 0."""

@@ -195,7 +195,8 @@ def _apply_decision(history: VersionHistory, decision: Decision) -> None:
 
 def _find_lost(connection: Connection, history: VersionHistory) -> None:
     """Versions of a step whose number another one has by now: nobody else has their weights."""
-    made = dict(connection.execute(select(Steps.step, Steps.version)))
+    rows = connection.execute(select(Steps.step, Steps.version))
+    made = {row.step: row.version for row in rows}
     for record in history.records.values():
         if made.get(record.weights_step, 0) > record.version:
             record.weights_step = -1 - record.version
