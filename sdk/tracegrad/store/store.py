@@ -310,10 +310,8 @@ class Store:
             return version_records.serving_version(connection)
 
     version_history = _method(version_records.version_history)
-
-    def kept_steps(self) -> set[int]:
-        """Whose weights are kept on disk as those of versions: their checkpoints are kept too."""
-        return {one.weights_step for one in self.version_history().records.values() if one.kept}
+    training_pause = _method(version_records.training_pause)
+    kept_steps = _method(version_records.kept_steps)
 
 
 def _nothing(_connection: Connection, _new: Sequence[str]) -> None:

@@ -85,7 +85,7 @@ def collect_status(
     for step in recent:
         seconds.update(step.metrics.get("seconds", {}))
     version = store.current_version()
-    pause = store.version_history().paused
+    pause = store.training_pause()
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
     return RunStatus(
         stage=serve.get("stage", "stopped") if serving else stage,

@@ -89,9 +89,11 @@ class WeightPublisher:
         self.pusher: WeightPusher | None = None
         # Until files of earlier pushes have given their room back; rank 0's.
         self.await_room: Callable[[], None] = lambda: None
+        self._version_bytes = 0
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
         if is_rank_zero():
+            self._version_bytes = self._pushed_bytes()
             self.pusher = stack.enter_context(
                 WeightPusher(
                     settings.engine_urls,
@@ -101,7 +103,7 @@ class WeightPublisher:
                     checkpoint=zero_adapter(link)
                     if (link := settings.vllm.adapter)
                     else settings.model,
-                    directory=choose_directory(settings.push.folder, self._pushed_bytes()),
+                    directory=choose_directory(settings.push.folder, self._version_bytes),
                     drain_s=settings.push.drain_s,
                     timeout_s=settings.push.timeout_s,
                     sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
@@ -173,6 +175,8 @@ class WeightPublisher:
             self._free_memory()
             self._join_probe()
             return None
+        if self.pusher.free_bytes() < self._version_bytes:
+            self.await_room()
         new = self._written(version, gathered)
         self._free_memory()
         most = self.settings.vllm.max_model_len
@@ -231,8 +235,6 @@ class WeightPublisher:
         self, version: int, gathered: Iterator[tuple[str, Tensor]]
     ) -> ServedWeights | PushError:
         """Rank 0: the files, or why there are none. No more than a bucket of them is in memory."""
-        if self._rank_zeros.free_bytes() < self._pushed_bytes():
-            self.await_room()
         here = ((name, tensor.cpu()) for name, tensor in gathered)
         try:
             # An adapter has the names of the layers in memory, in vLLM and in peft.

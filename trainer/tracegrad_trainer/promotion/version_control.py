@@ -174,11 +174,11 @@ class VersionControl:
 
     def _refresh(self) -> None:
         """Why training is to wait."""
-        history = self._store.version_history()
-        if (pause := history.paused) is not None:
+        pause = self._store.training_pause()
+        if pause is not None:
             self._hold = f"paused by {pause.by}: {pause.reason}"
         elif self._gate is not None and self._pusher is not None:
-            self._hold = self._gate.look(history)
+            self._hold = self._gate.look(self._store.version_history())
         else:
             self._hold = None
 
@@ -292,7 +292,8 @@ class VersionControl:
         if isinstance(result, str):
             event = PolicyVersion(kept.version, kept.step, "not_kept", detail={"reason": result})
         else:
-            event = PolicyVersion(kept.version, kept.step, "kept", detail={"bytes": result})
+            detail = {"bytes": result, "weights_step": kept.weights_step}
+            event = PolicyVersion(kept.version, kept.step, "kept", detail=detail)
         self._store.note_version(event)
 
     def _prune(self) -> None:

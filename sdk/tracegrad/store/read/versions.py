@@ -135,6 +135,35 @@ def serving_version(connection: Connection) -> int | None:
     return connection.scalar(query)
 
 
+def training_pause(connection: Connection) -> Decision | None:
+    """The decision that training is paused by; None: it is not."""
+    query = (
+        select_fields(Decision, Decisions)
+        .where(Decisions.kind.in_(("pause", "resume", "rollback")), Decisions.acted_at.is_not(None))
+        .order_by(Decisions.seq.desc())
+    )
+    for one in load(connection, Decision, query):
+        if one.refused is None:
+            return one if "pause" in (one.kind, one.training) else None
+    return None
+
+
+def kept_steps(connection: Connection) -> set[int]:
+    """The steps whose weights are kept on disk as those of versions: their checkpoints stay too."""
+    query = (
+        select(VersionEvents.version, VersionEvents.state, VersionEvents.detail)
+        .where(VersionEvents.state.in_(("kept", "not_kept")))
+        .order_by(VersionEvents.seq)
+    )
+    steps: dict[int, int] = {}
+    for version, state, detail in connection.execute(query):
+        if state == "kept":
+            steps[version] = detail["weights_step"]
+        else:
+            steps.pop(version, None)
+    return set(steps.values())
+
+
 def _apply_event(history: VersionHistory, event: PolicyVersion) -> None:
     record = history.records.setdefault(
         event.version,
