@@ -24,7 +24,7 @@ VersionState = Literal[
 
 @dataclass(slots=True, kw_only=True)
 class VersionRecord:
-    """`state`: served, by itself; candidate, until its evaluation is over; promoted: the last one
+    """`state`: served, by itself; candidate, while its evaluation lasts; promoted: the last one
     that somebody, or the gate, found good; rolled_back: it came after a version that was returned
     to; lost: its step was never committed; superseded: it was trained, and never served, because of
     a rollback; failed: its push did.
@@ -244,5 +244,5 @@ def _name_states(history: VersionHistory) -> None:
         )
         if promoted:
             record.state = "promoted"
-        elif record.evaluation is not None:
+        elif record.evaluation is not None or not record.serving:
             record.state = "served"
