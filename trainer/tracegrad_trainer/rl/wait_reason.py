@@ -34,12 +34,13 @@ class BatchNeeds:
     refills: bool
     url: str | None  # the proxy's
     idle_s: float | None = None
+    held_out: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
         """Raises KeyError: these are no settings of a trainer."""
         batches, data = resolved["batches"], resolved["data"]
-        refill = data.get("refill")
+        refill, promotion = data.get("refill"), resolved.get("promotion", {})
         return cls(
             groups=batches["groups"],
             group_size=batches["group_size"],
@@ -48,6 +49,7 @@ class BatchNeeds:
             refills=resolved["objective"].get("preset") == "dapo" if refill is None else refill,
             url=url,
             idle_s=data.get("idle_s"),
+            held_out=promotion["tags"] if promotion.get("gate") == "held_out" else None,
         )
 
 
@@ -68,6 +70,7 @@ def wait_reason(
         group_size=needs.group_size,
         tags=needs.tags,
         incomplete_after_s=needs.incomplete_after_s,
+        held_out=needs.held_out,
     )
     if found.is_empty:
         where = f" at {needs.url}/v1" if needs.url else ""

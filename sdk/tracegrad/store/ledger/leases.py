@@ -47,8 +47,10 @@ def ready_rollouts(
     *,
     alone: bool,
     idle_before: float | None = None,
+    held_out: Mapping[str, str] | None = None,
 ) -> list[ReadyRollout]:
-    """The oldest first; rollouts without a task only if they may be a group `alone`.
+    """The oldest first; rollouts without a task only if they may be a group `alone`; none that
+    carry all tags of `held_out`.
 
     `idle_before`: with those that are idle since then, as if they were closed `now`."""
     reward = latest_reward()
@@ -78,6 +80,8 @@ def ready_rollouts(
     )
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
+    if held_out:
+        query = query.where(~has_tags(held_out))
     return load(connection, ReadyRollout, query)
 
 

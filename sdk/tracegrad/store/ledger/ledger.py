@@ -167,6 +167,7 @@ class Ledger:
         group_size: int,
         tags: Mapping[str, str] | None = None,
         incomplete_after_s: float = float("inf"),
+        held_out: Mapping[str, str] | None = None,
     ) -> BatchReadiness:
         """How many groups `lease` could give now, and what the other rollouts wait for."""
         _check(groups=1, group_size=group_size, ttl_s=1.0)
@@ -176,6 +177,7 @@ class Ledger:
                 group_size=group_size,
                 tags=tags or {},
                 incomplete_after_s=incomplete_after_s,
+                held_out=held_out,
             )
 
     def preview(
@@ -187,6 +189,7 @@ class Ledger:
         incomplete_after_s: float = float("inf"),
         expert_routing: bool = True,
         idle_s: float | None = None,
+        held_out: Mapping[str, str] | None = None,
     ) -> LeasePreview:
         """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
         too, and who waits. Changes nothing."""
@@ -195,7 +198,12 @@ class Ledger:
             now = statements.server_time(connection)
             idle_before = None if idle_s is None else now - idle_s
             ready = ready_rollouts(
-                connection, tags or {}, now, alone=group_size == 1, idle_before=idle_before
+                connection,
+                tags or {},
+                now,
+                alone=group_size == 1,
+                idle_before=idle_before,
+                held_out=held_out,
             )
             formed = form_groups(ready, group_size, now - incomplete_after_s)
             grouped = {rollout.rollout_id for group in formed for rollout in group}

@@ -40,11 +40,16 @@ class BatchReadiness:
 
 
 def batch_readiness(
-    connection: Connection, *, group_size: int, tags: Mapping[str, str], incomplete_after_s: float
+    connection: Connection,
+    *,
+    group_size: int,
+    tags: Mapping[str, str],
+    incomplete_after_s: float,
+    held_out: Mapping[str, str] | None = None,
 ) -> BatchReadiness:
     """`incomplete_after_s` as `Ledger.lease` has it."""
     now = statements.server_time(connection)
-    ready = ready_rollouts(connection, tags, now, alone=group_size == 1)
+    ready = ready_rollouts(connection, tags, now, alone=group_size == 1, held_out=held_out)
     formed = form_groups(ready, group_size, now - incomplete_after_s)
     taken = {rollout.rollout_id for group in formed for rollout in group}
     lacking = [each for each in ready if each.rollout_id not in taken]

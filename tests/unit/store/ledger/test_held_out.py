@@ -30,6 +30,16 @@ def test_they_are_never_leased_and_their_turns_have_the_reason(store: Store) -> 
     assert store.turn_counts({}).skipped == {"held_out": 4}
 
 
+def test_a_preview_has_none_of_them(store: Store) -> None:
+    for name in ("a", "b"):
+        store.append(rollout_events(name, tags=HELD_OUT))
+    ledger = Ledger(store)
+    assert len(ledger.preview(groups=1, group_size=2).groups) == 1
+    assert ledger.preview(groups=1, group_size=2, held_out=HELD_OUT).groups == []
+    assert ledger.readiness(group_size=2).groups == 1
+    assert ledger.readiness(group_size=2, held_out=HELD_OUT).groups == 0
+
+
 def test_where_training_selects_others_they_are_left_alone(store: Store) -> None:
     store.append(rollout_events("a", tags=HELD_OUT))
     assert lease(store, {"split": "train"}) == []
