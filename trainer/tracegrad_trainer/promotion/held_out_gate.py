@@ -11,7 +11,6 @@ The gate only decides; who acts on decisions acts on its own too (`version_contr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Literal
 
@@ -51,9 +50,7 @@ class HeldOutGate:
             return None
         if history.same_weights(served.version, history.promoted):
             return self._gather_baseline(history)
-        if served.evaluation is not None:
-            return None
-        return self._evaluate(history, served)
+        return None if served.evaluation is not None else self._evaluate(history, served)
 
     def _gather_baseline(self, history: VersionHistory) -> str | None:
         assert history.promoted is not None
@@ -94,18 +91,17 @@ class HeldOutGate:
         assert history.promoted is not None
         baseline = set(history.numbers_of(history.promoted))
         numbers = set(history.numbers_of(candidate)) - baseline
-        arms = _Arms(self._sample(), self._sample(), 0)
-        mixed = 0
+        of_candidate, of_baseline, mixed = self._sample(), self._sample(), 0
         with self._store.reading() as connection:
             found = held_out_rollouts(connection, settings.tags, baseline | numbers)
         for one in found:
             if one.versions <= numbers:
-                arms.candidate.add(one.reward)
+                of_candidate.add(one.reward)
             elif not one.versions <= baseline:
                 mixed += 1
             elif one.finished_at >= history.promoted_at:
-                arms.baseline.add(one.reward)
-        return _Arms(arms.candidate, arms.baseline, mixed)
+                of_baseline.add(one.reward)
+        return _Arms(of_candidate, of_baseline, mixed)
 
     def _sample(self) -> RewardSample:
         return RewardSample(self._settings.reward_low, self._settings.reward_high)
@@ -140,6 +136,3 @@ def describe(found: Comparison, baseline: int | None) -> str:
         f" {low:+.3g} to {high:+.3g}, e-values {found.e_improved:.3g} improved and"
         f" {found.e_regressed:.3g} regressed, alpha {found.alpha:g}"
     )
-
-
-Gate = Callable[[VersionHistory], str | None]

@@ -112,14 +112,6 @@ class KeptWeights:
         paths = tuple(str(where / name) for name in listed if name.endswith(".safetensors"))
         return ServedWeights(version, paths)
 
-    def read(self, version: int) -> KeptVersion:
-        """Raises KeptWeightsError."""
-        try:
-            found = json.loads((self.path(version) / LIST).read_text())
-            return KeptVersion(**{name: found[name] for name in KeptVersion.__slots__})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise KeptWeightsError(f"{self.path(version)} cannot be read: {error}") from error
-
     def remove(self, version: int) -> None:
         """It loses its name before its files."""
         gone = self.folder / f".version-{version:08d}.gone"
