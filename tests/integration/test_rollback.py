@@ -26,7 +26,7 @@ TOKENS = 24
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerServe]:
     folder = tmp_path_factory.mktemp("rollback")
     # Steps that move the weights far enough to be seen in greedy tokens.
-    settings = {"model": save_char_model(folder / "model"), "ranks": 1, "optim.lr": 1e-2}
+    settings = {"model": save_char_model(folder / "model"), "optim.lr": 1e-2}
     with trainer_serve(folder / "state", settings) as run:
         run.wait_serving()
         yield run
