@@ -92,6 +92,11 @@ UNTRAINED_TEXTS = {
         "Nothing, if such rollouts are rare; else let the agent give up earlier, or raise the"
         " bound.",
     ),
+    "held_out": ReasonText(
+        "Its rollout carries the tags of held-out ones (promotion.tags): it is for the comparison"
+        " of versions alone.",
+        "",
+    ),
     # The call (proxy)
     "greedy": ReasonText(
         "It was sampled at temperature 0, or so near (below 0.01) that vLLM takes another: its "

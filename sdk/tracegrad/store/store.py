@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Concatenate, Literal, ParamSpec, Protocol, Self, TypeVar
 
-from sqlalchemy import Connection, Engine, func, insert, select
+from sqlalchemy import Connection, Engine, insert, select
 from sqlalchemy.exc import IntegrityError
 
 from tracegrad.events import Event, Reward, RolloutFinished, Span, Turn
@@ -23,6 +23,7 @@ from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, Rewards, VersionEvents
 from tracegrad.store.read import call_counts, reward_arrival, scorings, turns
 from tracegrad.store.read import rollouts as queries
+from tracegrad.store.read import versions as version_records
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
 from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import column_values, load, select_fields
@@ -303,6 +304,11 @@ class Store:
             connection.execute(upsert(connection, PolicyVersions, "version"), row)
             connection.execute(insert(VersionEvents), row)
 
+    def note_version(self, event: PolicyVersion) -> None:
+        """What became of a version beside its state: its weights are kept, it was evaluated."""
+        with self.appending() as connection:
+            connection.execute(insert(VersionEvents), column_values(event, VersionEvents))
+
     def versions(self) -> list[PolicyVersion]:
         """The oldest first."""
         query = select_fields(PolicyVersion, PolicyVersions).order_by(PolicyVersions.version)
@@ -326,10 +332,13 @@ class Store:
     close_decision = _method(deciding.close_decision, "appending")
 
     def current_version(self) -> int | None:
-        """The newest version that serves; None before the first."""
-        query = select(func.max(PolicyVersions.version)).where(PolicyVersions.state == "serving")
+        """The version that is served; None before the first."""
         with self.reading() as connection:
-            return connection.scalar(query)
+            return version_records.serving_version(connection)
+
+    version_history = _method(version_records.version_history)
+    training_pause = _method(version_records.training_pause)
+    kept_steps = _method(version_records.kept_steps)
 
 
 def _nothing(_connection: Connection, _new: Sequence[str]) -> None:

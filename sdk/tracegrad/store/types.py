@@ -23,6 +23,8 @@ RULE_SOURCE = "rule"  # a setting of the trainer's
 SCORER_SOURCE, COMPOSED_SOURCE = "scorer", "composed"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
+# Why one was skipped whose rollout is for evaluation alone (`promotion.tags`).
+HELD_OUT = "held_out"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
 PENDING_STATES = (
     "open",
@@ -147,9 +149,13 @@ class RewardPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
+    """What became of a version. Of its push: pushing, serving (again, after a rollback), failed, or
+    superseded by a rollback. Beside that (`Store.note_version`): its weights are kept on disk, or
+    not_kept, and why; it was evaluated, with the result."""
+
     version: int
     step: int | None
-    state: Literal["pushing", "serving", "failed"]
+    state: Literal["pushing", "serving", "failed", "superseded", "kept", "not_kept", "evaluated"]
     created_at: float = field(default_factory=time.time)
     detail: Json = field(default_factory=dict)
 

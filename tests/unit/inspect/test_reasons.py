@@ -36,6 +36,7 @@ GIVEN = {"discard_tokens": 0, "discard_batch": -1, "without_rows": -1}
 FIELDS = {"untrainable", "skip_reason"}
 CONSTANTS = {
     "DRIFT_GUARD",
+    "HELD_OUT",
     "LATE",
     "OVER_LENGTH",
     "OVER_SAMPLED",

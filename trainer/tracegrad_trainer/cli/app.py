@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
+    from tracegrad.store.types import DecisionKind
     from tracegrad_trainer.config.trainer import TrainerSettings
 
 app = typer.Typer(
@@ -36,6 +37,17 @@ StateDir = Annotated[Path | None, typer.Option(help="store, checkpoints, logs")]
 Sets = Annotated[
     list[str] | None, typer.Option("--set", help="table.name=value, as often as needed")
 ]
+
+Folder = Annotated[Path, typer.Option("--state-dir", help="the folder of `trainer serve`")]
+StoreUrl = Annotated[
+    str | None, typer.Option("--store", help="store URL; default: the folder's own")
+]
+Version = Annotated[int, typer.Argument(min=0, help="as `trainer versions` shows it")]
+Why = Annotated[str, typer.Option("--why", help="recorded with who and when")]
+Wait = Annotated[
+    float, typer.Option("--wait", min=0, help="seconds, for a trainer to act on it; 0: not at all")
+]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
 
 BAD_USAGE = 2
 
@@ -113,6 +125,107 @@ def status(
                 render_status.print_status(read(), Console(), as_json=as_json)
     except (StoreError, ValueError) as error:
         _fail(f"trainer status: {error}")
+
+
+@app.command()
+def versions(
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    last: Annotated[int, typer.Option(min=1, help="the newest, and all that are kept")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+) -> None:
+    """Policy versions: how each stands, whether it is kept on disk, who decided what and why."""
+    from tracegrad.store import Store, StoreError
+    from tracegrad_trainer.cli import versions as listing
+
+    try:
+        with Store.open(store or _store_url(state_dir), create=False) as opened:
+            history = opened.version_history()
+    except (StoreError, ValueError) as error:
+        _fail(f"trainer versions: {error}")
+    listing.print_versions(history, Console(), last=last, as_json=as_json)
+
+
+@app.command()
+def promote(
+    version: Version,
+    why: Why,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """A version is good: it stays on disk, candidates are compared with it, rollbacks go to it."""
+    _decide("promote", why, state_dir, store, wait_s, as_json, version=version)
+
+
+@app.command()
+def rollback(
+    why: Why,
+    version: Annotated[
+        int | None,
+        typer.Argument(help="default: the promoted one, or the last good one before", min=0),
+    ] = None,
+    training: Annotated[
+        str, typer.Option(help="continue: from that version's checkpoint; pause: until resumed")
+    ] = "continue",
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Serve an earlier version again, at once."""
+    _decide("rollback", why, state_dir, store, wait_s, as_json, version=version, training=training)
+
+
+@app.command()
+def pin(
+    version: Version,
+    why: Why,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Keep a version's weights on disk until it is unpinned."""
+    _decide("pin", why, state_dir, store, wait_s, as_json, version=version)
+
+
+@app.command()
+def unpin(
+    version: Version,
+    why: Why,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """A version's weights go when they are old."""
+    _decide("unpin", why, state_dir, store, wait_s, as_json, version=version)
+
+
+@app.command()
+def pause(
+    why: Why,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Train nothing until `trainer resume`; calls are served."""
+    _decide("pause", why, state_dir, store, wait_s, as_json)
+
+
+@app.command()
+def resume(
+    why: Why,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    wait_s: Wait = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Train on after `trainer pause`, or after a rollback that paused training."""
+    _decide("resume", why, state_dir, store, wait_s, as_json)
 
 
 @app.command()
@@ -325,6 +438,35 @@ def sft(
     console = Console(stderr=as_json)
     run = sft_command.show_dry_run if dry_run else sft_command.run_sft
     raise typer.Exit(run(settings, console, as_json=as_json))
+
+
+def _decide(
+    kind: DecisionKind,
+    why: str,
+    state_dir: Path,
+    store: str | None,
+    wait_s: float,
+    as_json: bool,
+    *,
+    version: int | None = None,
+    training: str | None = None,
+) -> None:
+    from tracegrad.store import Decision, Store, StoreError
+    from tracegrad_trainer.cli import versions as deciding
+
+    try:
+        decision = Decision(
+            kind=kind,
+            version=version,
+            training=cast(Any, training),  # it is checked there
+            by=deciding.who_decides(),
+            reason=why,
+        )
+        with Store.open(store or _store_url(state_dir), create=False) as opened:
+            found = deciding.decide(opened, decision, wait_s=wait_s)
+    except (StoreError, ValueError, deciding.DecisionRefused) as error:
+        _fail(f"trainer {kind}: {error}")
+    deciding.print_decision(found, Console(), as_json=as_json)
 
 
 def _flags(sets: list[str] | None, **named: object) -> list[str]:

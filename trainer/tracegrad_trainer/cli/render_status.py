@@ -139,6 +139,11 @@ def _overview(status: RunStatus) -> PlainTable:
     shown = PlainTable(header=False)
     if status.begins is not None:
         shown.add_row("this run", status.begins)
+    if status.paused is not None:
+        ago, by = format_age(status.paused["created_at"]), status.paused["by"]
+        shown.add_row("paused", f"{ago} ago by {by}: {status.paused['reason']} (trainer resume)")
+    elif status.held is not None:
+        shown.add_row("held", status.held)
     if status.waiting_for is not None:
         running = status.stage != "stopped"
         shown.add_row("waiting" if running else "next batch", status.waiting_for)

@@ -39,7 +39,13 @@ from tracegrad_trainer.launch.machine import VISIBLE
 from tracegrad_trainer.launch.placement import Placement
 from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.launch.run_journal import Ending, RunJournal
-from tracegrad_trainer.launch.run_state import RunState, delete_state, read_state, run_id
+from tracegrad_trainer.launch.run_state import (
+    ROLLED_BACK,
+    RunState,
+    delete_state,
+    read_state,
+    run_id,
+)
 from tracegrad_trainer.launch.session import (
     NOTHING,
     StartError,
@@ -72,7 +78,7 @@ from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_re
 READY_TIMEOUT_S = 900.0
 SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
-PUSHED_STAGES = ("waiting", "training", "saving")
+PUSHED_STAGES = ("waiting", "held", "training", "saving")
 
 
 class NothingToDo(Exception):
@@ -253,7 +259,9 @@ class ServeStack:
             supervisor.tick()
             notice.tick()
 
-        StepFeed(self.store).show_until_end(ranks.process, show, check)
+        StepFeed(self.store).show_until_end(
+            ranks.process, show, check, starts_again=self._rolled_back
+        )
         step, version = committed_point(self.store)
         where = f"step {step}, version {version}"
         if reached := max_steps_reached(self.settings, step):
@@ -278,7 +286,16 @@ class ServeStack:
             answers = answering.get(child.name)
             ready = answers or self._ranks_serve
             by_time = answers is not None
-            parts.append(Part(child, Backoff(most), ready, answers, proven_by_time=by_time))
+            parts.append(
+                Part(
+                    child,
+                    Backoff(most),
+                    ready,
+                    answers,
+                    proven_by_time=by_time,
+                    starts_again=self._rolled_back,
+                )
+            )
         supervisor = Supervisor(
             parts,
             self.ready_timeout_s,
@@ -309,6 +326,11 @@ class ServeStack:
 
     def _scores(self, scorer: ChildProcess) -> bool:
         return is_at_work(self.settings.state_dir, scorer.pid)
+
+    def _rolled_back(self) -> bool:
+        """Whether the ranks ended to go on from a version that was returned to."""
+        state = read_state(self.settings.state_dir, "ranks")
+        return state is not None and state.get("stage") == ROLLED_BACK
 
     def _ranks_serve(self) -> bool:
         """Whether they have pushed weights since their start."""

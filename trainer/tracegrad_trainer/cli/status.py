@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tracegrad.events import Json
-from tracegrad.store import PolicyVersion, StepHistory, Store, TurnCounts
+from tracegrad.store import Decision, PolicyVersion, StepHistory, Store, TurnCounts
 from tracegrad.store.expressions import training_state
 from tracegrad.store.ledger.group_cut import OVER_SAMPLED
 from tracegrad.store.ledger.intake import Intake
@@ -37,6 +37,8 @@ class RunStatus:
     last_run: Json | None  # `RunRecord`: the one that runs, or how the last one ended
     damaged_records: int  # lines of the journal of runs that cannot be read
     last_seen: float | None  # of a run that ended without a word: its last sign
+    paused: Json | None  # training is: by, reason, created_at
+    held: str | None  # why nothing is leased, while it runs: a pause, or the promotion gate
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
     placement: str | None  # of `trainer serve`: who is on which GPUs
@@ -96,6 +98,7 @@ def collect_status(
     for step in recent:
         seconds.update(step.metrics.get("seconds", {}))
     version = store.current_version()
+    pause = store.training_pause()
     pids = {name: state["pid"] for name, state in (("serve", serve), ("ranks", ranks)) if state}
     return RunStatus(
         stage=serve.get("stage", "stopped") if serving else stage,
@@ -106,6 +109,8 @@ def collect_status(
         last_run=None if last is None else last.as_json(),
         damaged_records=journal.damaged,
         last_seen=_last_seen(last, serve, ranks),
+        paused=None if pause is None else _pause(pause),
+        held=ranks.get("held") if running and doing == "held" else None,
         waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
         if not running or doing == "waiting"
         else None,
@@ -133,6 +138,10 @@ def collect_status(
         intake=_intake(store, [step.metrics for step in recent]),
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _pause(decision: Decision) -> Json:
+    return {"by": decision.by, "reason": decision.reason, "created_at": decision.created_at}
 
 
 def _pending(ranks: Json, committed: int) -> list[int]:

@@ -34,6 +34,7 @@ from tracegrad.settings_sources import (
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.gpus import GpuSettings
+from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
@@ -252,6 +253,7 @@ class TrainerSettings(FileSettings):
     rewards: RewardSettings = RewardSettings()
     guards: GuardSettings = GuardSettings()
     push: PushSettings = PushSettings()
+    promotion: PromotionSettings = PromotionSettings()
     metrics: MetricsSettings = MetricsSettings()
 
     @field_validator("model", "reference")
@@ -433,6 +435,17 @@ class TrainerSettings(FileSettings):
             raise ValueError(
                 "push.engines: with gpus.share vLLM sleeps while the ranks work, and engines of"
                 " other hands do not; leave them out, or set gpus.share = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _every_version_can_be_evaluated(self) -> Self:
+        every = self.checkpoint.steps_between
+        if self.promotion.gate != "none" and every != 1:
+            raise ValueError(
+                f"promotion.gate = {self.promotion.gate!r}: a version that can be promoted has a"
+                " checkpoint of its own; leave out checkpoint.every_s, and set"
+                " checkpoint.every_steps = 1"
             )
         return self
 

@@ -43,6 +43,7 @@ class EngineStop(Protocol):
     """Each method raises PushError, EngineLostError, and adds its seconds to the watch."""
 
     keeps_weights: bool  # while it stands still
+    drain_s: float  # how long calls may take that come in one piece, before the engine stops
     guarded: bool  # somebody else makes it go on if this process cannot
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
@@ -70,11 +71,11 @@ class EnginePause:
     guarded = False
 
     def __init__(self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float) -> None:
-        self._vllm, self._proxy, self._drain_s = vllm, proxy, drain_s
+        self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         with watch.stage("hold"):
-            self._proxy.hold(drain_s=self._drain_s)
+            self._proxy.hold(drain_s=self.drain_s)
         with watch.stage("pause"):
             self._vllm.pause()
 
@@ -113,7 +114,7 @@ class EngineSleep:
         folder: Path,
     ) -> None:
         """`folder`: of the weight files, which the guard removes where it needs them last."""
-        self._vllm, self._proxy, self._drain_s = vllm, proxy, drain_s
+        self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
         self._level: SleepLevel = level
         self._guard = guard
         self._folder = folder
@@ -122,7 +123,7 @@ class EngineSleep:
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         with watch.stage("hold"):
             self._arm(served, load=not self.keeps_weights)
-            self._proxy.hold(drain_s=self._drain_s)
+            self._proxy.hold(drain_s=self.drain_s)
         with watch.stage("sleep"):
             try:
                 self._vllm.sleep(self._level)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -43,7 +43,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 )
 from tracegrad_trainer.inference.weight_broadcast import transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import PushReport, WeightPusher
+from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -66,6 +66,7 @@ class PublishResult:
     allowed: float | Precision  # what the gap was held against: as in `compare_logprobs`
     error: str | None = None
     lost: bool = False  # nothing is served any more
+    superseded: bool = False  # by a rollback; nothing is wrong
 
     def detail(self) -> Json:
         return {
@@ -86,9 +87,13 @@ class WeightPublisher:
         self.learner = learner
         self.allowed = settings.push.probe_tolerance or learner.precision
         self.pusher: WeightPusher | None = None
+        # Until files of earlier pushes have given their room back; rank 0's.
+        self.await_room: Callable[[], None] = lambda: None
+        self._version_bytes = 0
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
         if is_rank_zero():
+            self._version_bytes = self._pushed_bytes()
             self.pusher = stack.enter_context(
                 WeightPusher(
                     settings.engine_urls,
@@ -98,7 +103,7 @@ class WeightPublisher:
                     checkpoint=zero_adapter(link)
                     if (link := settings.vllm.adapter)
                     else settings.model,
-                    directory=choose_directory(settings.push.folder, self._pushed_bytes()),
+                    directory=choose_directory(settings.push.folder, self._version_bytes),
                     drain_s=settings.push.drain_s,
                     timeout_s=settings.push.timeout_s,
                     sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
@@ -170,6 +175,8 @@ class WeightPublisher:
             self._free_memory()
             self._join_probe()
             return None
+        if self.pusher.free_bytes() < self._version_bytes:
+            self.await_room()
         new = self._written(version, gathered)
         self._free_memory()
         most = self.settings.vllm.max_model_len
@@ -181,8 +188,15 @@ class WeightPublisher:
             report = self.pusher.serve(new, verify=probing)
             return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
-            lost = isinstance(error, EngineLostError)
-            return PublishResult(version, None, probing.gap, self.allowed, str(error), lost)
+            return PublishResult(
+                version,
+                None,
+                probing.gap,
+                self.allowed,
+                str(error),
+                lost=isinstance(error, EngineLostError),
+                superseded=isinstance(error, SupersededError),
+            )
         finally:
             if not probing.shared:
                 _share(None)

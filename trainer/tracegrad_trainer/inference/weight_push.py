@@ -9,6 +9,7 @@ asleep, is `engine_sleep`'s.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,10 @@ class PushReport:
         if "pause" not in self.seconds:
             return None
         return sum(self.seconds[stage] for stage in PAUSED_STAGES)
+
+
+class SupersededError(PushError):
+    """What was to be pushed is not wanted any more: another version was returned to meanwhile."""
 
 
 class WeightPusher:
@@ -132,6 +137,7 @@ class WeightPusher:
         self._stopped = False
         self._watch = Stopwatch()
         self._turn = threading.RLock()  # `restore` comes from another thread
+        self._returned_to: int | None = None  # by `roll_back`: nothing is pushed any more
         self._in_doubt = False  # whether the engine has what it says, after a `restore` that failed
         self._says_versions = (
             True  # whether an engine's word is that of the last push, as vLLM's is
@@ -140,6 +146,47 @@ class WeightPusher:
     @property
     def version(self) -> int:
         return self._served.version
+
+    @property
+    def served(self) -> ServedWeights:
+        """What is served, and its files, which stay until another push has come to its end."""
+        return self._served
+
+    def free_bytes(self) -> int:
+        """Where the weight files are."""
+        return shutil.disk_usage(self._files.folder).free
+
+    @property
+    def can_roll_back(self) -> bool:
+        """False while the engine stands still for all of a step (`sleep`)."""
+        return not self._stopped
+
+    def roll_back(self, version: int, fetch: Callable[[Path], ServedWeights]) -> dict[str, float]:
+        """Serves an earlier version again, under its own number, and nothing else from then on:
+        what is written meanwhile is refused by `serve`. From any thread; a push under way ends
+        first. `fetch` puts the version's files into a folder. Seconds by stage.
+
+        Raises PushError, EngineLostError as `serve`; then nothing has changed.
+        """
+        with self._turn:
+            if self._stopped:
+                raise PushError("vLLM sleeps while the ranks train: it serves nothing now")
+            if version == self.version:
+                self._returned_to = version
+                return {}
+            new = fetch(self._files.folder / str(version))
+            pushing, self._watch = self._watch, Stopwatch()
+            drain_s, self._engine.drain_s = self._engine.drain_s, 0.0
+            try:
+                seconds = self._serve(new, None)
+            except BaseException:
+                self._engine.drain_s = drain_s
+                raise
+            finally:
+                self._watch = pushing
+            # The folder of a push under way stays: its writer is at work in it.
+            self._returned_to = version
+            return seconds
 
     def stop_engine(self) -> None:
         """Calls wait, and the engine stands still, until `push` or `wake_engine`.
@@ -213,6 +260,12 @@ class WeightPusher:
         weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
         """
         with self._turn:
+            if self._returned_to is not None:
+                self._files.keep_only(self.version)
+                raise SupersededError(
+                    f"version {new.version} is not pushed: version {self._returned_to} was returned"
+                    " to meanwhile"
+                )
             try:
                 seconds = self._serve(new, verify)
             finally:

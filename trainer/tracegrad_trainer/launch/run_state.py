@@ -16,6 +16,9 @@ from pathlib import Path
 from tracegrad.events import Json, new_id
 from tracegrad.private_files import private_file, private_folder
 
+# The stage of ranks that ended to go on from a version that was returned to.
+ROLLED_BACK = "rolled back"
+
 
 class RunState:
     """`<state_dir>/run/<name>.json`, written by one process."""

@@ -170,12 +170,18 @@ class StepFeed:
         return found
 
     def show_until_end(
-        self, ranks: ChildProcess, show: Callable[[StepRecord], None], check: Callable[[], None]
+        self,
+        ranks: ChildProcess,
+        show: Callable[[StepRecord], None],
+        check: Callable[[], None],
+        *,
+        starts_again: Callable[[], bool] = lambda: False,
     ) -> None:
         """Shows each step, until the ranks are done or `check` raises: a part has died. Those in a
-        store that is away for a while are shown later."""
+        store that is away for a while are shown later. Ranks that ended well and that `check`
+        `starts_again` are not done."""
         while True:
-            finished = ranks.exit_code() == 0
+            finished = ranks.exit_code() == 0 and not starts_again()
             try:
                 for step in self.new_steps():
                     show(step)
@@ -185,6 +191,6 @@ class StepFeed:
             if finished:
                 return
             # Ranks that ended well meanwhile are no fault, and have steps that nobody was shown.
-            if ranks.exit_code() != 0:
+            if ranks.exit_code() != 0 or starts_again():
                 check()
                 time.sleep(POLL_S)

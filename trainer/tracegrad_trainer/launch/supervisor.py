@@ -46,13 +46,14 @@ class Backoff:
 class Part:
     """`is_ready`: after a start; `answers`: while it is up, None where nobody asks.
     `proven_by_time`: a part that serves is proven by `STABLE_S` of it; ranks are by a step
-    (`backoff.achieved`), and may be done."""
+    (`backoff.achieved`), and may be done, unless they asked to be started again."""
 
     process: ChildProcess
     backoff: Backoff
     is_ready: Callable[[], bool]
     answers: Callable[[], bool] | None = None
     proven_by_time: bool = True
+    starts_again: Callable[[], bool] = lambda: False  # a part that ended well
     restarts: int = 0
     last_end: str = ""
     last_end_at: float | None = None  # since the epoch
@@ -109,7 +110,11 @@ class Supervisor:
                 part.process.start()
             return
         if part.process.exit_code() == 0 and not part.proven_by_time:
-            return  # ranks that are done
+            if part.starts_again():  # else they are done
+                self.say(f"{part.process.name} start again")
+                part.process.start()
+                part.started_at = now
+            return
         part.process.check()
         if part.started_at is not None:
             self._await_ready(part, part.started_at, now)

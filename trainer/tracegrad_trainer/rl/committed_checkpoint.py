@@ -97,6 +97,28 @@ def resume_checkpoint(store: Store, settings: TrainerSettings) -> CommittedCheck
     return found
 
 
+def checkpoint_of_step(
+    store: Store, settings: TrainerSettings, step: int
+) -> CommittedCheckpoint | None:
+    """That training can go on from with the weights of `step`; None of step 0: the model folder has
+    those.
+
+    Raises:
+        CheckpointError: it was not committed, has no checkpoint of its own, or that is not whole.
+    """
+    if step == 0:
+        return None
+    record = StepHistory(store).step(step)
+    if record is None:
+        raise CheckpointError(f"step {step} is not committed (yet)")
+    if record.checkpoint is None:
+        raise CheckpointError(without_checkpoint(store, step))
+    found = committed_checkpoint_of(record, settings.checkpoints)
+    read_manifest(found.folder)
+    check_base_model(store, settings, found)
+    return found
+
+
 def without_checkpoint(store: Readable, step: int) -> str:
     """Of a step that has none of its own: why, and which steps around it have one."""
     history = StepHistory(store)

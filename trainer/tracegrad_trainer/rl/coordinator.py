@@ -11,6 +11,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from tracegrad.store import (
     lease_by_rollout,
 )
 from tracegrad.store.checkpoint_manifest import manifest_digest
+from tracegrad.store.read.versions import VersionRecord
 from tracegrad_trainer.batches import TrainingSelection, select
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.batches.version_scale import SkippedVersions
@@ -38,7 +40,11 @@ from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_m
 from tracegrad_trainer.launch.run_state import run_id
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.rl.build_learner import engine_routing_layout
-from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, resume_checkpoint
+from tracegrad_trainer.rl.committed_checkpoint import (
+    CommittedCheckpoint,
+    checkpoint_of_step,
+    resume_checkpoint,
+)
 from tracegrad_trainer.rl.crash_reward import CrashReward
 from tracegrad_trainer.rl.drift_watch import DRIFT_GUARD, DriftWatch
 from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
@@ -109,6 +115,8 @@ class Coordinator:
         # weights must leave no trace, or a run that is killed and resumed would differ.
         self.memory: AdvantageMemory = {}
         self.skipped_versions: SkippedVersions = ()
+        # Around each commit of steps; raises where they must not be committed any more.
+        self.committing: Callable[[], AbstractContextManager[None]] = nullcontext
         judge = settings.objective.judge
         self.judging = None if judge is None else RewardJudge(judge, store)
         crashed = settings.rewards.agent_error
@@ -217,6 +225,7 @@ class Coordinator:
             held=self.leases.rollouts,
             over_sample=over_sample_of(self.settings),
             composed=self.settings.rewards.composes,
+            held_out=self.settings.promotion.held_out,
         )
         self.leases.hold(groups)  # a judge may take its time
         return self.judging.apply(groups) if self.judging else groups
@@ -343,7 +352,8 @@ class Coordinator:
             LedgerError: a turn or a lease is another's by now, or a step's number is; then
                 nothing is stored.
         """
-        self.ledger.commit_steps(commits)
+        with self.committing():
+            self.ledger.commit_steps(commits)
         self.leases.drop(groups)
 
     def is_committed(self, folder: Path) -> bool:
@@ -418,6 +428,12 @@ class Coordinator:
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
         self._consume(batch.groups, skipped)
 
+    def release_held(self) -> None:
+        """Those that were to become a batch: others may take them."""
+        if self._held:
+            self._let_go(self._held)
+            self._held = []
+
     def release(self, groups: Sequence[Group]) -> None:
         """What was leased and not committed is free for the next start; `groups` beside those that
         were to become a batch."""
@@ -451,6 +467,8 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     """
     last = Ledger(store).last_step()
     step, version = (last.step, last.version) if last else (0, 0)
+    if (base := rollback_base(store, step)) is not None:
+        return _rolled_back_point(settings, store, base, step, last)
     served = store.versions()
     lost = [
         v.version for v in served if v.state == "failed" or (v.step is not None and v.step > step)
@@ -462,6 +480,45 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     # Runs before this one that went on from here, and committed nothing, served them as these.
     again = [v.version for v in served if (v.step or 0) == step and v.version < version]
     skipped = _skipped_versions(store, weights, [*again, version], last)
+    return ResumePoint(step, version, weights, skipped)
+
+
+def rollback_base(store: Store, step: int) -> VersionRecord | None:
+    """The version that was returned to after `step`, the last committed one: training goes on from
+    it until a step is committed. None: it goes on from the last committed step."""
+    history = store.version_history()
+    rollback = history.rollback
+    if rollback is None or rollback.outcome is None or rollback.outcome["last_step"] < step:
+        return None
+    return history.records[rollback.outcome["version"]]
+
+
+def _rolled_back_point(
+    settings: TrainerSettings,
+    store: Store,
+    base: VersionRecord,
+    step: int,
+    last: StepRecord | None,
+) -> ResumePoint:
+    """The weights of `base` under a number that nothing else was served under; where a run has
+    begun with that already, and trained nothing, under the same."""
+    history = store.version_history()
+    numbers = history.numbers_of(base.version)
+    newest = max(history.records)
+    again = newest in numbers and history.records[newest].state not in ("failed", "superseded")
+    version = newest if again and newest > base.version else newest + 1
+    weights = checkpoint_of_step(store, settings, base.weights_step)
+    number, before = 0, list[tuple[int, int]]()
+    if weights is not None:
+        made = StepHistory(store).step(weights.step)
+        number = base.version if made is None else made.version
+        counters = read_manifest(weights.folder).get("counters", {})
+        before = [(resumed, by) for resumed, by in counters.get("skipped_versions", [])]
+    skipped = before
+    for resumed in sorted({*numbers, version}):
+        if resumed > number:
+            skipped.append((resumed, resumed - number))
+            number = resumed
     return ResumePoint(step, version, weights, skipped)
 
 
@@ -488,13 +545,18 @@ def _skipped_versions(
 
 def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
     """Where a run begins, in a line."""
-    if point.weights is None:
+    if point.weights is None and not point.step:
         return f"begins with the weights of {settings.model}"
+    if point.weights is None:
+        return (
+            f"begins again with the weights of {settings.model} (rollback), served as version"
+            f" {point.version}; the next step is {point.step + 1}"
+        )
     if point.weights.step == point.step:
         return f"resumes from step {point.step}, version {point.version}"
     return (
-        f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from), served as"
-        f" version {point.version}; the next step is {point.step + 1}"
+        f"resumes with the weights of step {point.weights.step} (checkpoint.resume_from, or a"
+        f" rollback), served as version {point.version}; the next step is {point.step + 1}"
     )
 
 

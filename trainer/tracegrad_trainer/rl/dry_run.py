@@ -103,6 +103,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         groups=MAX_REFILLS * batches.groups,
         group_size=batches.group_size,
         tags=data.tags,
+        held_out=settings.promotion.held_out,
         incomplete_after_s=0.0,  # `trainer step` waits for nobody
         expert_routing=routing is not None,
         idle_s=data.idle_s,

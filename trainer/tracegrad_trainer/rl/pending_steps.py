@@ -9,7 +9,7 @@ else could lease.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint
 from tracegrad_trainer.rl.coordinator import Coordinator
-from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
+from tracegrad_trainer.utils.distributed import StopAllRanks, is_rank_zero, run_on_rank_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class PendingSteps:
         self.saver = CheckpointSaver(settings.checkpoints)
         # The last one that was committed, or gone on from; None: the model folder's weights.
         self.parent: CommittedCheckpoint | None = None
+        # Steps whose checkpoints stay, whatever their age; rank 0's.
+        self.protected: Callable[[], Collection[int]] = tuple
         self._settings = settings.checkpoint
         self._coordinator = coordinator
         self._sinks = sinks
@@ -72,6 +74,12 @@ class PendingSteps:
         if self._steps:
             return self._steps[-1].number
         return self.parent.step if self.parent else 0
+
+    def has_checkpoint(self, step: int) -> bool:
+        """Whether it has one of its own, or gets one now; 0: the model folder's weights, which need
+        none."""
+        parent = self.parent.step if self.parent else 0
+        return step in (0, parent) or (self._folder is not None and step == self._saved_step)
 
     @property
     def is_written(self) -> bool:
@@ -137,6 +145,7 @@ class PendingSteps:
             keep=self._settings.keep,
             keep_every=self._settings.keep_every,
             counts=self._coordinator.is_committed if self._coordinator else bool,
+            protected=self.protected() if self._coordinator else (),
         )
 
     def _commit(self, saved: Sequence[PendingStep], folder: Path) -> CommittedCheckpoint:
@@ -151,6 +160,9 @@ class PendingSteps:
                 f"{error}; this run's {_given_up(saved)}: start again to go on from the last"
                 " committed step, or give the run a store of its own (proxy.store)"
             ) from error
+        except StopAllRanks:
+            discard_checkpoint(folder)  # its steps are given back
+            raise
         for one in commits:
             self._sinks.step(one.step)
         made = commits[-1].step

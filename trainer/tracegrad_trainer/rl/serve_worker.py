@@ -10,15 +10,19 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Literal
 
 from tracegrad.events import Json
-from tracegrad.store import PolicyVersion
+from tracegrad.store import PolicyVersion, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.inference.engine_config import check_engines
 from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
+from tracegrad_trainer.launch.run_state import ROLLED_BACK
+from tracegrad_trainer.promotion.version_control import TrainingRolledBack, VersionControl
+from tracegrad_trainer.rl.committed_checkpoint import checkpoint_of_step
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -38,16 +42,51 @@ class ServeWorker:
         self.settings = settings
         self.stopping = stopping
         self.training = TrainLoop(settings, stack, stopping=stopping)
+        self.control: VersionControl | None = None
+        if self.training.store is not None:
+            self.control = self._version_control(self.training.store)
         self.publisher = WeightPublisher(settings, self.training.learner, stack)
+        if self.control is not None:
+            self.publisher.await_room = self.control.await_room
+            stack.callback(self.control.close)  # before the pusher is closed
         self.serves = False  # whether a push of ours is served
         self.failed_pushes = 0  # in a row
 
+    def _version_control(self, store: Store) -> VersionControl:
+        """Rank 0's."""
+        settings, training = self.settings, self.training
+
+        def check(step: int) -> None:
+            checkpoint_of_step(store, settings, step)
+
+        control = VersionControl(
+            settings, store, run_id=training.leading.run_id, check_checkpoint=check
+        )
+        training.hold = control.hold
+        training.leading.committing = control.committing
+        return control
+
     def run(self) -> None:
-        """Until `max_steps`, or until rank 0 gets a signal to stop."""
+        """Until `max_steps`, until rank 0 gets a signal to stop, or until an earlier version is
+        returned to: then the ranks are to be started again."""
+        try:
+            self._run()
+        except TrainingRolledBack as rollback:
+            logger.warning("%s; the ranks start again from its checkpoint", rollback)
+            with suppress(CheckpointError):
+                self.training.pending.await_written()  # its threads may be in a collective
+            self.training.report_stage(ROLLED_BACK, pending=[])
+        else:
+            self.training.report_stage("stopped")
+
+    def _run(self) -> None:
         training = self.training
+        run_on_rank_zero(self._act_before_start)
         training.resume()
         run_on_rank_zero(self._check_endpoints)
         training.watch.lap("start")
+        if self.control is not None and self.publisher.pusher is not None:
+            self.control.start(self.publisher.pusher)
         self._publish()  # a broken path to the engine fails here, before anything is trained
         training.report_served(stepped=False)
         while (task := training.next_action()) != "stop":
@@ -57,6 +96,7 @@ class ServeWorker:
                 training.commit_saved()
             elif task == "save":
                 training.save()
+                run_on_rank_zero(self._keep)
         training.commit_pending()
         training.end_intake()
 
@@ -106,6 +146,7 @@ class ServeWorker:
         published = self.publisher.publish(training.version, training.trained_rows)
         error, lost = run_on_rank_zero(lambda: self._record_push_result(published))
         training.watch.lap("push")
+        run_on_rank_zero(self._check_control)
         if error is None:
             self.failed_pushes = 0
             self.serves = True
@@ -123,12 +164,47 @@ class ServeWorker:
         assert published is not None
         if published.error is not None:
             logger.warning("push failed: %s", published.error)
-        self._record("serving" if published.error is None else "failed", published.detail())
+        if published.superseded:
+            self._record("superseded", published.detail())
+        else:
+            self._record("serving" if published.error is None else "failed", published.detail())
+        if published.error is None:
+            self._keep()
         return published.error, published.lost
 
-    def _record(self, state: Literal["pushing", "serving", "failed"], detail: Json) -> None:
+    def _keep(self) -> None:
+        """Rank 0: the weights that are served are kept on disk."""
+        assert self.control is not None
+        assert self.publisher.pusher is not None
+        training, weights = self.training, self.training.pending.last
+        if self.publisher.pusher.version != training.version:
+            return  # its push failed
+        self.control.was_served(
+            training.version,
+            training.step or None,
+            weights,
+            has_checkpoint=training.pending.has_checkpoint(weights),
+        )
+
+    def _act_before_start(self) -> None:
+        """Rank 0."""
+        if self.control is not None:
+            self.control.act_before_start()
+
+    def _check_control(self) -> None:
+        """Rank 0."""
+        if self.control is not None:
+            self.control.check()
+
+    def _record(
+        self, state: Literal["pushing", "serving", "failed", "superseded"], detail: Json
+    ) -> None:
         training = self.training
         assert training.store is not None
+        detail = detail | {
+            "weights_step": training.pending.last,
+            "gate": self.settings.promotion.gate,
+        }
         version = PolicyVersion(
             version=training.version, step=training.step or None, state=state, detail=detail
         )
@@ -140,7 +216,6 @@ class ServeWorker:
 def run_serve_rank(settings: TrainerSettings, stack: ExitStack, stop: StopFlag) -> None:
     worker = ServeWorker(settings, stack, stop)
     worker.run()
-    worker.training.report_stage("stopped")
 
 
 def main(arguments: list[str]) -> int:

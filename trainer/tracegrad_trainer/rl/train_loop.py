@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 # What to do next: a batch is at hand; a checkpoint is whole, and its steps can be committed; steps
 # without one wait for long; nothing; end.
 NextAction = Literal["train", "commit", "save", "idle", "stop"]
+# While training is held nothing is leased; ranks look again after so long, in seconds.
+HELD_POLL_S = 0.2
 
 _STORE_POLL_S = 1.0
 
@@ -75,6 +77,8 @@ class TrainLoop:
         self.batch: LeasedBatch | None = None  # rank 0's; the others never see it whole
         self.trained_rows: Sequence[Row] = ()  # of the last step; rank 0's
         self.watch = Stopwatch()
+        # Rank 0's: why nothing may be leased now. Raises StopAllRanks where the run is to end.
+        self.hold: Callable[[], str | None] = lambda: None
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
         seed_all(settings.seed + dist.get_rank())
@@ -103,6 +107,8 @@ class TrainLoop:
             )
             stack.callback(lambda: self.leading.close())
         self.pending = PendingSteps(settings, self.coordinator, self.sinks)
+        if self.store is not None:
+            self.pending.protected = self.store.kept_steps
         stack.callback(self._release)
 
     def _open_store(self) -> Store:
@@ -149,12 +155,26 @@ class TrainLoop:
         limit = self.settings.max_steps
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
+        if (reason := self.hold()) is not None:
+            return self._held(reason)
         self.report_stage("waiting")
         self.batch = self.leading.next_batch(
-            self.version, interrupted=lambda: self.pending.is_written
+            self.version, interrupted=lambda: self.pending.is_written or self.hold() is not None
         )
         if self.batch is not None:
             return "train"
+        return self._without_batch()
+
+    def _held(self, reason: str) -> NextAction:
+        """What was leased for a batch is given back; what was made is committed."""
+        self.report_stage("held", held=reason)
+        self.leading.release_held()
+        found = self._without_batch()
+        if found == "idle":
+            time.sleep(HELD_POLL_S)
+        return found
+
+    def _without_batch(self) -> NextAction:
         if self.pending.is_written:
             return "commit"
         return "save" if self.pending.is_idle else "idle"
@@ -224,6 +244,7 @@ class TrainLoop:
 
     def _check(self) -> None:
         assert self.batch is not None
+        self.hold()  # a step that is made is kept, unless the run is to end
         self.leading.check_leases(self.batch)
 
     def _speed(self, done: StepResult) -> dict[str, float]:

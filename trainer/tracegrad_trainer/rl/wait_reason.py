@@ -39,12 +39,13 @@ class BatchNeeds:
     idle_s: float | None = None
     over_sample: OverSample = NO_OVER_SAMPLE
     composed: bool = False  # the reward is a sum of parts that scorers give
+    held_out: Mapping[str, str] | None = None
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
         """Raises KeyError: these are no settings of a trainer."""
         batches, data = resolved["batches"], resolved["data"]
-        refill = data.get("refill")
+        refill, promotion = data.get("refill"), resolved.get("promotion", {})
         return cls(
             groups=batches["groups"],
             group_size=batches["group_size"],
@@ -57,6 +58,7 @@ class BatchNeeds:
                 data.get("over_sample", 0), data.get("over_sample_keep", "first")
             ),
             composed=any(resolved.get("rewards", {}).get(name) for name in COMPOSING),
+            held_out=promotion["tags"] if promotion.get("gate") == "held_out" else None,
         )
 
 
@@ -79,6 +81,7 @@ def wait_reason(
         incomplete_after_s=needs.incomplete_after_s,
         over_sample=needs.over_sample,
         composed=needs.composed,
+        held_out=needs.held_out,
     )
     if found.is_empty:
         where = f" at {needs.url}/v1" if needs.url else ""

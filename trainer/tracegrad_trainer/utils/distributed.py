@@ -21,6 +21,10 @@ class RankZeroError(RuntimeError):
     """Rank 0 failed; the message is rank 0's own line."""
 
 
+class StopAllRanks(Exception):
+    """Rank 0 ends the run, and nothing is wrong: it reaches every rank as what it is."""
+
+
 def launch_rank() -> int:
     """This process' rank by its launcher's variables, also where there is no process group yet."""
     return int(os.environ.get("RANK", "0"))
@@ -51,7 +55,8 @@ def is_rank_zero() -> bool:
 def run_on_rank_zero(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0; every rank returns its (picklable) result.
 
-    Raises on every rank if it failed: the error itself on rank 0, RankZeroError elsewhere.
+    Raises on every rank if it failed: the error itself on rank 0, RankZeroError elsewhere; a
+    StopAllRanks on all of them.
     """
     failure: Exception | None = None
     message: list[Any] = [None, None]
@@ -60,10 +65,13 @@ def run_on_rank_zero(action: Callable[[], T]) -> T:
             message[0] = action()
         except Exception as error:
             failure = error
-            message[1] = f"{type(error).__name__}: {error}"
+            stops = isinstance(error, StopAllRanks)
+            message[1] = error if stops else f"{type(error).__name__}: {error}"
     dist.broadcast_object_list(message, src=0)
     if failure is not None:
         raise failure
+    if isinstance(message[1], StopAllRanks):
+        raise message[1]
     if message[1] is not None:
         raise RankZeroError(message[1])
     result: T = message[0]

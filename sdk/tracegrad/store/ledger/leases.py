@@ -62,8 +62,10 @@ def ready_rollouts(
     alone: bool,
     idle_before: float | None = None,
     composed: bool = False,
+    held_out: Mapping[str, str] | None = None,
 ) -> list[ReadyRollout]:
-    """The oldest first; rollouts without a task only if they may be a group `alone`.
+    """The oldest first; rollouts without a task only if they may be a group `alone`; none that
+    carry all tags of `held_out`.
 
     `idle_before`: with those that are idle since then, as if they were closed `now`. `composed`: as
     `latest_reward` has it."""
@@ -95,6 +97,8 @@ def ready_rollouts(
     )
     if not alone:
         query = query.where(Rollouts.task_id.is_not(None))
+    if held_out:
+        query = query.where(~has_tags(held_out))
     return load(connection, ReadyRollout, query)
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sqlalchemy import Connection, exc, insert, literal, null, select
+from sqlalchemy import ColumnElement, Connection, exc, insert, literal, null, select
 
 from tracegrad.events import Outcome, new_id
 from tracegrad.store.databases import statements
@@ -56,6 +56,7 @@ from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.rows import chunks, column_values, load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
 from tracegrad.store.types import (
+    HELD_OUT,
     LATE,
     Group,
     LeasePreview,
@@ -91,6 +92,7 @@ class Ledger:
         held: Collection[str] = (),
         over_sample: OverSample = NO_OVER_SAMPLE,
         composed: bool = False,
+        held_out: Mapping[str, str] | None = None,
     ) -> list[Group]:
         """The oldest ready groups: `groups` of them, or [] while fewer are ready.
 
@@ -102,11 +104,12 @@ class Ledger:
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
         with the outcome as the reason; so are, as `over_sampled`, the attempts that a group was cut
-        by (`over_sample`). The lease ends after `ttl_s` seconds by itself, unless it
-        is renewed. Rollouts in `held`, which the caller has already, are not given out again,
-        whatever became of their lease. `expert_routing` asks for the turns' routed experts, which
-        are large. `composed`: a rollout has a reward when one was composed of its parts, or given
-        by a rule; one that somebody gave waits for the sum that it is a part of.
+        by (`over_sample`), and, as `held_out`, those that carry all tags of `held_out`, which are
+        for evaluation alone. The lease ends after `ttl_s` seconds by itself, unless it is renewed.
+        Rollouts in `held`, which the caller has already, are not given out again, whatever became
+        of their lease. `expert_routing` asks for the turns' routed experts, which are large.
+        `composed`: a rollout has a reward when one was composed of its parts, or given by a rule;
+        one that somebody gave waits for the sum that it is a part of.
         """
         _check(groups=groups, group_size=group_size, ttl_s=ttl_s)
         lease_id = new_id()
@@ -115,6 +118,8 @@ class Ledger:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             _consume_over_sampled(connection, now)
+            if held_out:
+                _consume_held_out(connection, {**held_out, **(tags or {})}, held_out, now)
             ready = ready_rollouts(
                 connection, tags or {}, now, alone=group_size == 1, composed=composed
             )
@@ -179,6 +184,7 @@ class Ledger:
         incomplete_after_s: float = float("inf"),
         over_sample: OverSample = NO_OVER_SAMPLE,
         composed: bool = False,
+        held_out: Mapping[str, str] | None = None,
     ) -> BatchReadiness:
         """How many groups `lease` could give now, and what the other rollouts wait for."""
         _check(groups=1, group_size=group_size, ttl_s=1.0)
@@ -190,6 +196,7 @@ class Ledger:
                 incomplete_after_s=incomplete_after_s,
                 over_sample=over_sample,
                 composed=composed,
+                held_out=held_out,
             )
 
     def preview(
@@ -203,6 +210,7 @@ class Ledger:
         idle_s: float | None = None,
         over_sample: OverSample = NO_OVER_SAMPLE,
         composed: bool = False,
+        held_out: Mapping[str, str] | None = None,
     ) -> LeasePreview:
         """What `lease` would give now, after `close_idle` if `idle_s` is given; fewer than `groups`
         too, and who waits. Changes nothing."""
@@ -217,6 +225,7 @@ class Ledger:
                 alone=group_size == 1,
                 idle_before=idle_before,
                 composed=composed,
+                held_out=held_out,
             )
             formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
             grouped = {rollout.rollout_id for group in formed for rollout in group}
@@ -361,27 +370,38 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
         has_tags(tags),
     )
     ids = list(connection.scalars(select(Rollouts.rollout_id).where(*unscored)))
+    _consume(connection, ids, Rollouts.outcome.expression, now)
+
+
+def _consume_held_out(
+    connection: Connection, tags: Mapping[str, str], held_out: Mapping[str, str], now: float
+) -> None:
+    """Those that would be leased."""
+    if any(tags[key] != value for key, value in held_out.items()):
+        return  # training selects others
+    ready = ready_rollouts(connection, tags, now, alone=True)
+    reopened = reopened_rollouts(connection, [ready])
+    ids = [each.rollout_id for each in ready if each.rollout_id not in reopened]
+    _consume(connection, ids, literal(HELD_OUT), now)
+
+
+def _consume(
+    connection: Connection, ids: Sequence[str], reason: ColumnElement[Any], now: float
+) -> None:
     for some in chunks(ids):
         turns = (
-            select(Turns.turn_id, null(), Rollouts.outcome, literal(now))
+            select(Turns.turn_id, null(), reason, literal(now))
             .join(Rollouts, Rollouts.rollout_id == Turns.rollout_id)
             .where(Rollouts.rollout_id.in_(some))
         )
         columns = ["turn_id", "step", "skip_reason", "created_at"]
         connection.execute(insert(TurnLedger).from_select(columns, turns))
-    update_rollouts(connection, ids, {"consumed_at": now})
+    update_rollouts(connection, list(ids), {"consumed_at": now})
 
 
 def _consume_over_sampled(connection: Connection, now: float) -> None:
     """Those that have ended; the others are when they have."""
-    ids = finished_cut(connection)
-    for some in chunks(ids):
-        turns = select(Turns.turn_id, null(), literal(OVER_SAMPLED), literal(now)).where(
-            Turns.rollout_id.in_(some)
-        )
-        columns = ["turn_id", "step", "skip_reason", "created_at"]
-        connection.execute(insert(TurnLedger).from_select(columns, turns))
-    update_rollouts(connection, ids, {"consumed_at": now})
+    _consume(connection, finished_cut(connection), literal(OVER_SAMPLED), now)
 
 
 def _record(

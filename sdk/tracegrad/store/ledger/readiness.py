@@ -54,10 +54,13 @@ def batch_readiness(
     incomplete_after_s: float,
     over_sample: OverSample = NO_OVER_SAMPLE,
     composed: bool = False,
+    held_out: Mapping[str, str] | None = None,
 ) -> BatchReadiness:
     """`incomplete_after_s` and `composed` as `Ledger.lease` has them."""
     now = statements.server_time(connection)
-    ready = ready_rollouts(connection, tags, now, alone=group_size == 1, composed=composed)
+    ready = ready_rollouts(
+        connection, tags, now, alone=group_size == 1, composed=composed, held_out=held_out
+    )
     formed = form_groups(ready, group_size, now - incomplete_after_s, over_sample)
     taken = {rollout.rollout_id for group in formed for rollout in group}
     lacking = [each for each in ready if each.rollout_id not in taken]

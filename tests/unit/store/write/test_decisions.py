@@ -8,7 +8,7 @@ import pytest
 
 from tracegrad.store import Decision, Store
 
-WHO = {"by": "ann@host", "reason": "replies are empty"}
+WHO: dict[str, Any] = {"by": "ann@host", "reason": "replies are empty"}
 
 
 def test_decisions_are_kept_in_order_with_who_and_why(store: Store) -> None:

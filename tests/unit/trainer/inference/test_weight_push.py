@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
-from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
-from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    PushError,
+    ServedWeights,
+)
+from tracegrad_trainer.inference.weight_push import SupersededError, WeightPusher
 from tracegrad_trainer.utils.network import find_free_port
 
 
@@ -296,3 +300,82 @@ def gone_at(call: str) -> Callable[[int, str], bool]:
 def serves(engine: SleepingEngine) -> tuple[float, int]:
     """The weights that were loaded last, and the version that the proxy was told last."""
     return engine.loaded[-1], engine.sent("/api/push/version")[-1]["version"]
+
+
+# An earlier version is returned to
+
+
+def fetching(folder_of: dict[int, float]) -> Callable[[Path], ServedWeights]:
+    """As kept weights: the files of a version, put into a folder."""
+
+    def fetch(target: Path) -> ServedWeights:
+        version = int(target.name)
+        target.mkdir()
+        save_file({"w": torch.tensor([folder_of[version]])}, target / "0.safetensors")
+        return ServedWeights(version, (str(target / "0.safetensors"),))
+
+    return fetch
+
+
+def test_an_earlier_version_is_served_under_its_own_number(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    pusher.push(2, weights(2.0))
+    seconds = pusher.roll_back(1, fetching({1: 1.0}))
+    assert engine.state.weight == 1.0
+    assert (engine.state.version, engine.state.says) == (1, "1")
+    assert not engine.state.held
+    assert not engine.state.paused
+    assert set(seconds) >= {"hold", "pause", "load", "set_version", "resume", "release"}
+    drains = [body["drain_s"] for body in engine.bodies if "drain_s" in body]
+    assert drains == [2.0, 2.0, 0.0]  # calls in flight are not waited for
+
+
+def test_what_was_written_meanwhile_is_refused(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    """A rollback from another thread, while the trainer's writes the next version."""
+    pusher.push(1, weights(1.0))
+    pusher.push(2, weights(2.0))
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        pusher.roll_back(1, fetching({1: 1.0}))
+        yield from weights(3.0)
+
+    new = pusher.write(3, gathered())
+    assert [Path(path).exists() for path in new.paths] == [True]
+    with pytest.raises(SupersededError, match="version 3 is not pushed: version 1 was returned"):
+        pusher.serve(new)
+    assert engine.state.weight == 1.0
+    assert pusher.version == 1
+    # An engine that is started again gets what was returned to.
+    engine.start_again()
+    assert pusher.restore()
+    assert engine.state.weight == 1.0
+
+
+def test_a_version_that_is_served_already_is_only_held_to(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    before = len(engine.calls)
+    assert pusher.roll_back(1, fetching({})) == {}
+    assert len(engine.calls) == before
+    with pytest.raises(SupersededError):
+        pusher.push(2, weights(2.0))
+
+
+def test_a_rollback_that_the_engine_refuses_changes_nothing(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    pusher.push(2, weights(2.0))
+    before = len(engine.calls)
+    engine.refuse = lambda number, path: number == before + 5
+    with pytest.raises(PushError, match="version 2 still is"):
+        pusher.roll_back(1, fetching({1: 1.0}))
+    engine.refuse = lambda number, path: False
+    assert engine.state.weight == 2.0
+    pusher.push(3, weights(3.0))
+    assert engine.state.weight == 3.0

@@ -231,3 +231,21 @@ def test_a_real_process_is_started_again_with_its_log(tmp_path: Path) -> None:
         assert process.log.read_text().split() == [str(first), str(process.pid)]
     finally:
         process.stop(grace_s=0)
+
+
+def test_ranks_that_ended_well_may_ask_to_be_started_again(tmp_path: Path) -> None:
+    """After a rollback: no failure is counted."""
+    rig = Rig(tmp_path, proven_by_time=False, most=0)
+    again = [True]
+    rig.part.starts_again = lambda: again[0]
+    rig.process.code = 0
+    rig.supervisor.tick()
+    assert rig.process.starts == 2
+    assert (rig.part.restarts, rig.part.backoff.failures) == (0, 0)
+    assert rig.said == ["vllm start again"]
+    again[0] = False
+    rig.supervisor.tick()
+    assert rig.part.is_up
+    rig.process.code = 0
+    rig.supervisor.tick()
+    assert rig.process.starts == 2, "they are done"

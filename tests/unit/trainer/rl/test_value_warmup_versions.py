@@ -34,6 +34,8 @@ def test_what_did_not_change_is_not_pushed() -> None:
 
         def resume(self) -> None: ...
 
+        def report_stage(self, stage: str) -> None: ...
+
         def commit_pending(self) -> None: ...
 
         def next_action(self) -> str:
@@ -46,6 +48,7 @@ def test_what_did_not_change_is_not_pushed() -> None:
     worker = object.__new__(ServeWorker)
     pushes: list[bool] = []
     worker.training = Training()  # type: ignore[assignment]
+    worker.control = None
     worker.publisher = SimpleNamespace(engine_stopped=nullcontext)  # type: ignore[assignment]
     worker._check_endpoints = lambda: None  # type: ignore[method-assign]
     worker._publish = lambda: pushes.append(worker.training.policy_moved)  # type: ignore[method-assign]

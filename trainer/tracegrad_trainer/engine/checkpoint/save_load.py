@@ -15,7 +15,7 @@ import os
 import shutil
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,10 @@ class CheckpointSaver:
         keep: int,
         keep_every: int | None = None,
         counts: Callable[[Path], bool] = lambda _: True,
+        protected: Collection[int] = (),
     ) -> None:
-        """Drops old checkpoints: the newest `keep` stay, and every `keep_every`th. Those that do
+        """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and those of the
+        steps `protected`. Those that do
         not count (one that a kill left before its commit) go with the counted ones around them.
 
         Those of later steps than the last one that was started stay too, and do not count: they
@@ -142,6 +144,8 @@ class CheckpointSaver:
         for old in reversed(made):
             if keep > 0:
                 keep -= counts(old)
+            elif checkpoint_step(old) in protected:
+                continue
             elif not (keep_every and checkpoint_step(old) % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 

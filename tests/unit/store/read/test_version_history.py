@@ -1,0 +1,105 @@
+"""How versions stand, by what happened and what was decided; on both databases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tracegrad.store import Decision, Ledger, PolicyVersion, StepRecord, Store
+
+
+def happened(store: Store, version: int, state: Any, weights: int, **detail: Any) -> None:
+    event = PolicyVersion(
+        version, weights or None, state, detail={"weights_step": weights, **detail}
+    )
+    if state in ("kept", "not_kept", "evaluated"):
+        store.note_version(event)
+    else:
+        store.record_version(event)
+
+
+def decided(store: Store, kind: Any, of: int | None = None, **outcome: Any) -> None:
+    training = outcome.pop("training", None)
+    given = Decision(kind=kind, version=of, training=training, by="ann@host", reason="why")
+    told = outcome or ({} if of is None else {"version": of})
+    store.close_decision(store.decide(given), told)
+
+
+def states(store: Store) -> dict[int, str]:
+    return {one.version: one.state for one in store.version_history().records.values()}
+
+
+def test_a_rollback_and_what_comes_after_it(store: Store) -> None:
+    for version in range(4):
+        happened(store, version, "serving", version)
+        happened(store, version, "kept", version, bytes=5)
+    decided(store, "promote", 1)
+    assert states(store) == {0: "served", 1: "promoted", 2: "served", 3: "served"}
+    happened(store, 1, "serving", 1)
+    decided(store, "rollback", None, training="pause", version=1, newest=3, last_step=3)
+    happened(store, 4, "superseded", 4)
+    assert store.current_version() == 1
+    assert states(store) == {
+        0: "served", 1: "promoted", 2: "rolled_back", 3: "rolled_back", 4: "superseded",
+    }  # fmt: skip
+    pause = store.training_pause()
+    assert pause is not None
+    assert pause.kind == "rollback"
+    happened(store, 5, "serving", 1)  # the same weights under a number of their own
+    history = store.version_history()
+    assert history.serving == 5
+    assert history.records[5].state == "promoted"
+    assert history.numbers_of(1) == [1, 5]
+    assert history.rollback_target() == 0
+    decided(store, "resume")
+    assert store.training_pause() is None
+    assert store.version_history().paused is None
+
+
+def test_a_refused_decision_changes_nothing(store: Store) -> None:
+    happened(store, 0, "serving", 0)
+    decided(store, "pause", refused="no")
+    decided(store, "promote", 0, refused="no")
+    history = store.version_history()
+    assert (history.paused, history.promoted) == (None, None)
+    assert store.training_pause() is None
+    decided(store, "pause")
+    decided(store, "resume", refused="no")
+    assert store.training_pause() is not None
+
+
+def test_a_version_of_a_step_that_another_made_is_lost(store: Store) -> None:
+    """It was pushed and killed before its commit; the step was made again, as another version."""
+    happened(store, 0, "serving", 0)
+    happened(store, 1, "serving", 1)
+    happened(store, 2, "serving", 1)
+    made = StepRecord(step=1, version=2)
+    Ledger(store).commit_step(made, trained=[], skipped={}, rollouts=[])
+    assert states(store) == {0: "served", 1: "lost", 2: "served"}
+    assert store.version_history().numbers_of(2) == [2]
+
+
+def test_the_checkpoints_of_kept_versions_are_known(store: Store) -> None:
+    happened(store, 1, "kept", 1, bytes=5)
+    happened(store, 3, "kept", 2, bytes=5)
+    assert store.kept_steps() == {1, 2}
+    happened(store, 1, "not_kept", 1, reason="beyond_keep")
+    assert store.kept_steps() == {2}
+
+
+def test_what_can_be_returned_to(store: Store) -> None:
+    with pytest.raises(ValueError, match="nothing is served yet"):
+        store.version_history().rollback_target()
+    happened(store, 0, "serving", 0)
+    happened(store, 1, "failed", 1)
+    happened(store, 2, "serving", 2)
+    history = store.version_history()
+    with pytest.raises(ValueError, match="no good version before 2 is kept on disk"):
+        history.rollback_target()
+    with pytest.raises(ValueError, match="there is no version 7; the newest is 2"):
+        history.check_target(7)
+    with pytest.raises(ValueError, match=r"1 was never served \(failed\)"):
+        history.check_target(1)
+    happened(store, 0, "kept", 0, bytes=5)
+    assert store.version_history().rollback_target() == 0

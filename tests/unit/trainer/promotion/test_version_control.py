@@ -1,0 +1,174 @@
+"""Rank 0 acts on decisions: what is served, kept, promoted, and refused in one line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.trainer.kept_versions import ServedRun
+from tracegrad.store import Decision, Store
+from tracegrad_trainer.promotion.version_control import TrainingRolledBack
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store.open(f"sqlite:///{tmp_path}/store.db")
+
+
+def test_the_newest_are_kept_and_the_others_go_with_a_reason(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path, keep=2)
+    run.serve(0, 1, 2, 3)
+    assert run.kept() == [2, 3]
+    records = store.version_history().records
+    assert records[0].not_kept == records[1].not_kept == "beyond_keep"
+    assert records[3].kept_bytes
+    assert run.control._kept.versions() == [2, 3]
+
+
+def test_pinned_and_promoted_ones_stay(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path, keep=1)
+    run.serve(0)
+    assert run.decide("pin", 0).outcome == {"version": 0}
+    run.serve(1)
+    assert run.decide("promote", 1).outcome == {"version": 1}
+    run.serve(2, 3, 4)
+    assert run.kept() == [0, 1, 4]
+    assert run.states() == {0: "served", 1: "promoted", 2: "served", 3: "served", 4: "served"}
+    run.decide("unpin", 0)
+    assert run.kept() == [1, 4]
+
+
+def test_a_rollback_serves_the_weights_themselves_and_ends_the_ranks(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1, 2, 3)
+    assert run.control.hold() is None
+    done = run.decide("rollback", 1)
+    assert done.outcome is not None
+    assert run.pusher.loaded[-1] == 1.0
+    assert store.current_version() == 1
+    assert {name: done.outcome[name] for name in ("version", "from", "newest", "last_step")} == {
+        "version": 1, "from": 3, "newest": 3, "last_step": 3,
+    }  # fmt: skip
+    assert run.states() == {0: "served", 1: "served", 2: "rolled_back", 3: "rolled_back"}
+    with pytest.raises(TrainingRolledBack, match=r"version 1 is served again, by ann@host"):
+        run.control.hold()
+    with pytest.raises(TrainingRolledBack), run.control.committing():
+        raise AssertionError("nothing is committed after a rollback")
+
+
+def test_without_a_version_it_goes_to_the_promoted_one_or_the_one_before(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path, keep=9)
+    run.serve(0, 1, 2, 3)
+    history = store.version_history()
+    assert history.rollback_target() == 2
+    run.decide("promote", 1)
+    assert store.version_history().rollback_target() == 1
+    run.decide("rollback", None)
+    assert store.current_version() == 1
+    # From the promoted one back: the last that was served well before it.
+    assert store.version_history().rollback_target() == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "said"),
+    [
+        ("rollback", 9, "version: there is no version 9; the newest is 4"),
+        ("promote", 0, r"version: 0 is not kept on disk \(beyond_keep\); kept are: 2, 3, 4"),
+        ("pin", 1, "version: 1 is not kept on disk"),
+        ("unpin", 3, "version: 3 is not pinned"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    store: Store, tmp_path: Path, kind: str, version: int, said: str
+) -> None:
+    run = ServedRun(store, tmp_path, keep=3)
+    run.serve(0, 1, 2, 3, 4)
+    refused = run.decide(kind, version).refused
+    assert refused is not None
+    assert re.match(said, refused)
+    assert store.current_version() == 4
+    assert run.control.hold() is None
+
+
+def test_a_version_without_a_checkpoint_is_not_kept(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.no_checkpoint = {2}
+    run.serve(0, 1, 2)
+    assert run.kept() == [0, 1]
+    assert store.version_history().records[2].not_kept == "no_checkpoint"
+
+
+def test_damaged_weights_are_not_served(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1)
+    [file] = run.control._kept.path(0).glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    refused = run.decide("rollback", 0).refused
+    assert refused is not None
+    assert "is damaged" in refused
+    assert store.current_version() == 1
+
+
+def test_a_push_that_the_engine_refuses_is_said(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1)
+    run.pusher.refuses = "version 0 is not served, version 1 still is"
+    assert run.decide("rollback", 0).refused == run.pusher.refuses
+    assert store.current_version() == 1
+    run.control.check()
+
+
+def test_an_engine_that_sleeps_is_waited_for(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1)
+    run.pusher.can_roll_back = False
+    assert run.decide("rollback", 0).acted_at is None
+    run.pusher.can_roll_back = True
+    run.control.look()
+    assert store.current_version() == 0
+
+
+def test_training_is_paused_and_goes_on(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0)
+    run.decide("pause")
+    assert run.control.hold() == "paused by ann@host: tested"
+    assert run.begin_again().hold() == "paused by ann@host: tested"
+    run.decide("resume")
+    assert run.control.hold() is None
+
+
+def test_what_was_decided_while_nothing_ran_is_acted_on_at_the_start(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1, 2)
+    who = {"by": "ann@host", "reason": "tested"}
+    store.decide(Decision(kind="pin", version=0, **who))  # type: ignore[arg-type]
+    store.decide(Decision(kind="rollback", version=1, training="pause", **who))  # type: ignore[arg-type]
+    again = run.begin_again()
+    assert store.open_decisions() == []
+    history = store.version_history()
+    assert history.rollback is not None
+    assert history.rollback.outcome is not None
+    assert history.rollback.outcome["served"] is False
+    assert history.rollback.outcome["version"] == 1
+    assert again.hold() == "paused by ann@host: tested"
+    assert history.records[0].pinned
+
+
+def test_a_start_forgets_what_was_never_committed(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1, 2)
+    run.no_checkpoint = {2}
+    run.begin_again()
+    assert run.kept() == [0, 1]
+    assert run.control._kept.versions() == [0, 1]
