@@ -126,6 +126,7 @@ class Coordinator:
         self.idle_rollouts = None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags)
         watched = settings.guards.action != "off"
         self.drift = DriftWatch(settings.guards, store) if watched else None
+        self._alarmed = False  # by a guard, since training was let go on
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
         self.owner = f"{socket.gethostname()}:{settings.state_dir}:{self.run_id}"
@@ -173,7 +174,7 @@ class Coordinator:
         no step.
         """
         deadline = time.monotonic() + self.supply.patience_s
-        while not self.stopping():
+        while not self.stopping() and not self._alarmed:
             more = self._lease()
             self._held += more
             if more and self.intake is not None and self.settings.refills:
@@ -238,6 +239,7 @@ class Coordinator:
             return None  # it is filled up again
         if self.drift is not None and self.drift.stops(groups):
             self._held = []
+            self._alarmed = True
             self._consume(groups, _every_turn(groups, DRIFT_GUARD))
             return None
         before = copy.deepcopy(self.memory)
@@ -427,6 +429,16 @@ class Coordinator:
         selection = batch.selection
         skipped = selection.skipped | dict.fromkeys(selection.trained, reason)
         self._consume(batch.groups, skipped)
+
+    def guard_hold(self) -> str | None:
+        """Why nothing may be leased from a guard's alarm on, also before anybody has acted on what
+        it asked for. Raises StoreError."""
+        if not self._alarmed:
+            return None
+        asked = [one for one in self.store.open_decisions() if one.kind == "pause"]
+        pause = asked[0] if asked else self.store.training_pause()
+        self._alarmed = pause is not None
+        return None if pause is None else f"paused by {pause.by}: {pause.reason}"
 
     def release_held(self) -> None:
         """Those that were to become a batch: others may take them."""

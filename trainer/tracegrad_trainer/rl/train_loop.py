@@ -155,7 +155,7 @@ class TrainLoop:
         limit = self.settings.max_steps
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
-        if (reason := self.hold()) is not None:
+        if (reason := self.leading.guard_hold() or self.hold()) is not None:
             return self._held(reason)
         self.report_stage("waiting")
         self.batch = self.leading.next_batch(
