@@ -26,13 +26,16 @@ SAMPLE = 300
 SERVE: Mapping[str, object] = {
     "ranks": 1,
     "data.idle_s": 1.5,
-    "batches.groups": 48,
+    "batches.groups": 64,
     "batches.group_size": 1,
     "batches.tokens_per_micro_batch": 4096,
     "batches.max_staleness": 64,
     "objective.preset": "grpo",
     "objective.advantage": "running",
-    "optim.lr": 1.5e-4,
+    # Thumbs come up to twenty versions late. A style that has been unlearnt since must not be
+    # pushed down any more, and by the mean over a turn its first token, which decides, is hidden.
+    "objective.correction_level": "turn_product",
+    "optim.lr": 3e-4,
     "fsdp.reshard": "false",
     "fsdp.threads": 1,
     "push.drain_s": 0.2,
@@ -170,8 +173,10 @@ class _Play:
 
     def _rollback(self) -> Decision | None:
         """Of a guard, when it is served."""
-        asked = [one for one in self.stage.store.decisions() if one.kind == "rollback"]
-        return next((one for one in asked if one.acted_at is not None), None)
+        return next((one for one in self._rollbacks() if one.acted_at is not None), None)
+
+    def _rollbacks(self) -> list[Decision]:
+        return [one for one in self.stage.store.decisions() if one.kind == "rollback"]
 
     async def _go_on(self) -> None:
         """Somebody has looked, ended the exploit, and takes back what was bought."""
@@ -179,7 +184,11 @@ class _Play:
             phase.note = f"{await self.traffic.withdraw_bought()} of them"
         resume = Decision(kind="resume", by="examples.live", reason="the exploit is over")
         self.stage.store.decide(resume)
-        await self._learn("training goes on", RESUMED_STEPS)
+        before, until = len(self._rollbacks()), self.stage.last_step + RESUMED_STEPS
+        with self.screen.phase("training goes on", until) as phase:
+            await self._wait(
+                lambda: self.stage.last_step >= until or len(self._rollbacks()) > before, phase
+            )
 
     async def _sample(self, name: str) -> None:
         """From here on, so many replies."""
