@@ -134,7 +134,7 @@ def versions(
     last: Annotated[int, typer.Option(min=1, help="the newest, and all that are kept")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
 ) -> None:
-    """Policy versions: how each stands, whether it is kept on disk, who decided what and why."""
+    """How each policy version stands, and who decided what and why."""
     from tracegrad.store import Store, StoreError
     from tracegrad_trainer.cli import versions as listing
 
@@ -155,7 +155,10 @@ def promote(
     wait_s: Wait = 10.0,
     as_json: Json = False,
 ) -> None:
-    """A version is good: it stays on disk, candidates are compared with it, rollbacks go to it."""
+    """Take a version for the good one.
+
+    It stays on disk, candidates are compared with it, and rollbacks go to it.
+    """
     _decide("promote", why, state_dir, store, wait_s, as_json, version=version)
 
 
@@ -224,7 +227,7 @@ def resume(
     wait_s: Wait = 10.0,
     as_json: Json = False,
 ) -> None:
-    """Train on after `trainer pause`, or after a rollback that paused training."""
+    """Train on after a pause, or a rollback that paused training."""
     _decide("resume", why, state_dir, store, wait_s, as_json)
 
 
