@@ -19,6 +19,7 @@ from tracegrad.store import (
     GroupCommitWriter,
     Ledger,
     Store,
+    StoreLost,
     StoreMissing,
     StoreUnavailable,
 )
@@ -256,7 +257,9 @@ def test_a_server_without_free_connections_is_one_line(
         ("40001", Conflict),
         ("53100", StoreUnavailable),  # disk full
         ("55P03", StoreUnavailable),  # lock timeout
-        ("57P01", StoreUnavailable),  # the server is ended
+        ("57P01", StoreLost),  # the server is ended
+        ("57P03", StoreLost),  # it starts
+        ("08006", StoreLost),  # the connection broke
         ("25P03", StoreUnavailable),  # too long idle in a transaction
         ("58030", StoreUnavailable),  # the disk fails
         ("XX001", StoreUnavailable),  # damaged data

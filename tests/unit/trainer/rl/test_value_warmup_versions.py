@@ -38,6 +38,10 @@ def test_what_did_not_change_is_not_pushed() -> None:
 
         def commit_pending(self) -> None: ...
 
+        def report_served(self, *, stepped: bool) -> None: ...
+
+        def end_intake(self) -> None: ...
+
         def next_action(self) -> str:
             task, self.policy_moved = tasks.pop(0)
             return task
