@@ -20,6 +20,7 @@ from tracegrad_trainer.engine import list_checkpoints
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 MIB = 1 << 20
 ENOUGH_FOR_THE_STORE = 3 * MIB  # and not for a checkpoint
+KEEP_ONE = {"checkpoint.keep": 1, "promotion.keep": 0}  # versions to return to keep theirs, too
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SmallDisk |
 def test_a_full_disk(disk: SmallDisk | None, char_model: Path) -> None:
     if disk is None:
         return
-    settings = {"model": char_model, "checkpoint.keep": 1, "max_restarts": 0}
+    settings = {"model": char_model, **KEEP_ONE, "max_restarts": 0}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
         toys = ToyAgents(run.url)
@@ -67,7 +68,7 @@ def test_what_a_full_disk_kept_from_being_trained_is_trained_by_the_next_start(
 ) -> None:
     if disk is None:
         return
-    settings = {"model": char_model, "checkpoint.keep": 1, "max_restarts": 0}
+    settings = {"model": char_model, **KEEP_ONE, "max_restarts": 0}
     with trainer_serve(disk.folder / "state", settings) as run:
         run.wait_serving()
         toys = ToyAgents(run.url)
