@@ -72,7 +72,9 @@ def test_every_completed_call_is_a_turn_with_what_its_client_saw(job: Job) -> No
         assert_rendered(turn, parents, rendered, tokenizer)
         # With tools vLLM leaves special tokens in the text, all but the one that ends it.
         said = tokenizer.decode(turn.completion_token_ids, skip_special_tokens=tools is None)
-        assert said.removesuffix(tokenizer.eos_token) == seen.said.text
+        untold = said.removesuffix(tokenizer.eos_token).removeprefix(seen.said.text)
+        # vLLM's parser keeps what may begin a call from a stream, also where the reply ends.
+        assert untold == "" or (tools is not None and "<tool_call>".startswith(untold))
         assert turn.finish_reason == seen.said.finish_reason
         cut = seen.said.finish_reason == "length"
         assert (len(turn.completion_token_ids) == MAX_TOKENS) or not cut

@@ -82,9 +82,10 @@ class DriftGuards:
         """What other settings asked for and these do not is left out."""
         self.begin_anew()
         self.lengths = [int(length) for length in state.get("lengths", [])]
-        for name, kept in state.get("detectors", {}).items():
-            if name in self.settings.watch:
-                self.detectors[name] = self._new().restored(kept)
+        kept = state.get("detectors", {})
+        for signal in self.settings.watch:
+            if signal in kept:
+                self.detectors[signal] = self._new(signal).restored(kept[signal])
 
     def _values(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, bool, int]]:
         watch = self.settings.watch
@@ -113,13 +114,13 @@ class DriftGuards:
 
     def _detector(self, signal: Signal) -> DriftDetector:
         if signal not in self.detectors:
-            self.detectors[signal] = self._new(is_length=signal in _LENGTHS)
+            self.detectors[signal] = self._new(signal)
         return self.detectors[signal]
 
-    def _new(self, *, is_length: bool = False) -> DriftDetector:
+    def _new(self, signal: Signal) -> DriftDetector:
         settings = self.settings
         # What is long is a matter of the baseline already: of it, at most a twentieth is.
-        size = 0 if is_length else settings.baseline
+        size = 0 if signal in _LENGTHS else settings.baseline
         return DriftDetector(size, settings.margin, settings.false_alarm_every)
 
 

@@ -72,8 +72,7 @@ class DriftDetector:
             factor = 1 + share / allowed * (value - allowed)
             self.sums[index] = min(_MOST, (1 + self.sums[index]) * factor)
             self._note_rise(index, factor, value, at)
-        evidence = sum(self.sums) / len(_BETS)
-        return self._drift(evidence) if evidence >= self.limit else None
+        return self._drift() if self.evidence >= self.limit else None
 
     @property
     def baseline(self) -> float:
@@ -95,13 +94,14 @@ class DriftDetector:
         self.counts[index] += 1
         self.gains[index] += value
 
-    def _drift(self, evidence: float) -> Drift:
+    def _drift(self) -> Drift:
         enough = max(self.cusums) ** 0.5
         good = [index for index, cusum in enumerate(self.cusums) if cusum >= enough]
         earliest = max(good, key=self.counts.__getitem__)
         values = max(1, self.counts[earliest])
         recent = self.gains[earliest] / values
-        return Drift(self.baseline, self.allowed, recent, values, evidence, self.began[earliest])
+        began = self.began[earliest]
+        return Drift(self.baseline, self.allowed, recent, values, self.evidence, began)
 
     def state(self) -> Json:
         """JSON, for `restored`."""

@@ -95,10 +95,11 @@ def test_only_what_is_watched() -> None:
     assert set(guards.shares()) == {"refusals"}
 
 
-def test_state_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("hack", ["no_ops", "long_replies"])
+def test_state_goes_on_where_it_was(hack: str) -> None:
     whole, first = DriftGuards(GuardSettings()), DriftGuards(GuardSettings())
     before = list(traffic(random.Random(7), 30))
-    after = list(traffic(random.Random(8), 30, first=30, hack="no_ops"))
+    after = list(traffic(random.Random(8), 30, first=30, hack=hack))
     for group in before:
         whole.observe([group])
         first.observe([group])
