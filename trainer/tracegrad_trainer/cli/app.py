@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 from rich.console import Console
 
-from tracegrad.cli.options import VersionOption, with_rollout_filter
+from tracegrad.cli.options import VersionOption, with_options, with_rollout_filter
 from tracegrad.environment import unread_variables
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
@@ -43,10 +44,6 @@ StoreUrl = Annotated[
     str | None, typer.Option("--store", help="store URL; default: the folder's own")
 ]
 Version = Annotated[int, typer.Argument(min=0, help="as `trainer versions` shows it")]
-Why = Annotated[str, typer.Option("--why", help="recorded with who and when")]
-Wait = Annotated[
-    float, typer.Option("--wait", min=0, help="seconds, for a trainer to act on it; 0: not at all")
-]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
 
 BAD_USAGE = 2
@@ -100,11 +97,9 @@ def serve(
 
 @app.command()
 def status(
-    state_dir: Annotated[Path, typer.Option(help="the folder of `trainer serve`")] = Path(
-        ".tracegrad"
-    ),
-    store: Annotated[str | None, typer.Option(help="store URL; default: the folder's own")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    state_dir: Folder = Path(".tracegrad"),
+    store: StoreUrl = None,
+    as_json: Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="again every second, until Ctrl-C")
     ] = False,
@@ -132,7 +127,7 @@ def versions(
     state_dir: Folder = Path(".tracegrad"),
     store: StoreUrl = None,
     last: Annotated[int, typer.Option(min=1, help="the newest, and all that are kept")] = 20,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """How each policy version stands, and who decided what and why."""
     from tracegrad.store import Store, StoreError
@@ -146,25 +141,44 @@ def versions(
     listing.print_versions(history, Console(), last=last, as_json=as_json)
 
 
-@app.command()
-def promote(
-    version: Version,
-    why: Why,
+class Decide(Protocol):
+    def __call__(
+        self, kind: DecisionKind, *, version: int | None = None, training: str | None = None
+    ) -> None: ...
+
+
+def _decider(
+    *,
+    why: Annotated[str, typer.Option("--why", help="recorded with who and when")],
     state_dir: Folder = Path(".tracegrad"),
     store: StoreUrl = None,
-    wait_s: Wait = 10.0,
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", min=0, help="seconds, for a trainer to act on it; 0: not at all"),
+    ] = 10.0,
     as_json: Json = False,
-) -> None:
+) -> Decide:
+    return partial(
+        _decide, why=why, state_dir=state_dir, store=store, wait_s=wait_s, as_json=as_json
+    )
+
+
+with_decide = with_options(decide=_decider)
+
+
+@app.command()
+@with_decide
+def promote(version: Version, *, decide: Decide) -> None:
     """Take a version for the good one.
 
     It stays on disk, candidates are compared with it, and rollbacks go to it.
     """
-    _decide("promote", why, state_dir, store, wait_s, as_json, version=version)
+    decide("promote", version=version)
 
 
 @app.command()
+@with_decide
 def rollback(
-    why: Why,
     version: Annotated[
         int | None,
         typer.Argument(help="default: the promoted one, or the last good one before", min=0),
@@ -172,63 +186,39 @@ def rollback(
     training: Annotated[
         str, typer.Option(help="continue: from that version's checkpoint; pause: until resumed")
     ] = "continue",
-    state_dir: Folder = Path(".tracegrad"),
-    store: StoreUrl = None,
-    wait_s: Wait = 10.0,
-    as_json: Json = False,
+    *,
+    decide: Decide,
 ) -> None:
     """Serve an earlier version again, at once."""
-    _decide("rollback", why, state_dir, store, wait_s, as_json, version=version, training=training)
+    decide("rollback", version=version, training=training)
 
 
 @app.command()
-def pin(
-    version: Version,
-    why: Why,
-    state_dir: Folder = Path(".tracegrad"),
-    store: StoreUrl = None,
-    wait_s: Wait = 10.0,
-    as_json: Json = False,
-) -> None:
+@with_decide
+def pin(version: Version, *, decide: Decide) -> None:
     """Keep a version's weights on disk until it is unpinned."""
-    _decide("pin", why, state_dir, store, wait_s, as_json, version=version)
+    decide("pin", version=version)
 
 
 @app.command()
-def unpin(
-    version: Version,
-    why: Why,
-    state_dir: Folder = Path(".tracegrad"),
-    store: StoreUrl = None,
-    wait_s: Wait = 10.0,
-    as_json: Json = False,
-) -> None:
+@with_decide
+def unpin(version: Version, *, decide: Decide) -> None:
     """A version's weights go when they are old."""
-    _decide("unpin", why, state_dir, store, wait_s, as_json, version=version)
+    decide("unpin", version=version)
 
 
 @app.command()
-def pause(
-    why: Why,
-    state_dir: Folder = Path(".tracegrad"),
-    store: StoreUrl = None,
-    wait_s: Wait = 10.0,
-    as_json: Json = False,
-) -> None:
+@with_decide
+def pause(*, decide: Decide) -> None:
     """Train nothing until `trainer resume`; calls are served."""
-    _decide("pause", why, state_dir, store, wait_s, as_json)
+    decide("pause")
 
 
 @app.command()
-def resume(
-    why: Why,
-    state_dir: Folder = Path(".tracegrad"),
-    store: StoreUrl = None,
-    wait_s: Wait = 10.0,
-    as_json: Json = False,
-) -> None:
+@with_decide
+def resume(*, decide: Decide) -> None:
     """Train on after a pause, or a rollback that paused training."""
-    _decide("resume", why, state_dir, store, wait_s, as_json)
+    decide("resume")
 
 
 @app.command()
@@ -268,7 +258,7 @@ def score(
     model: Model = None,
     state_dir: StateDir = None,
     sets: Sets = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """Score finished rollouts by [rewards].
 
@@ -350,7 +340,7 @@ def replay(
     ] = None,
     model: Annotated[Path | None, typer.Option(help="the model, if it was moved")] = None,
     listing: Annotated[bool, typer.Option("--list", help="which steps can be replayed")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object")] = False,
+    as_json: Json = False,
 ) -> None:
     """Run a recorded step again, as it was or with other settings."""
     from tracegrad_trainer.cli import replay as replay_command
@@ -445,12 +435,12 @@ def sft(
 
 def _decide(
     kind: DecisionKind,
+    *,
     why: str,
     state_dir: Path,
     store: str | None,
     wait_s: float,
     as_json: bool,
-    *,
     version: int | None = None,
     training: str | None = None,
 ) -> None:

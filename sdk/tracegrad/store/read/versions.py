@@ -30,9 +30,8 @@ class VersionRecord:
     a rollback; failed: its push did.
 
     `weights_step`: the optimizer step that made its weights, 0: the model folder has them, below 0:
-    nobody has them any more. `kept`:
-    its weights are on the trainer's disk, or `not_kept` is the reason why not. `decision` is the
-    last one that names it.
+    nobody has them any more. `kept`: its weights are on the trainer's disk, or `not_kept` is the
+    reason why not. `decision` is the last one that names it.
     """
 
     version: int

@@ -127,8 +127,8 @@ class CheckpointSaver:
         protected: Collection[int] = (),
     ) -> None:
         """Drops old checkpoints: the newest `keep` stay, every `keep_every`th, and those of the
-        steps `protected`. Those that do
-        not count (one that a kill left before its commit) go with the counted ones around them.
+        steps `protected`. Those that do not count (one that a kill left before its commit) go with
+        the counted ones around them.
 
         Those of later steps than the last one that was started stay too, and do not count: they
         are of another store or of a time before a restore, and would push out the one just made.
