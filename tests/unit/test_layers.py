@@ -98,7 +98,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "config",
         "launch",
         "inference",
-        "promotion",
+        "promotion resampling",
         "rl",
         "sft replay",
         "cli",

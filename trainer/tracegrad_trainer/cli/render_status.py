@@ -16,6 +16,7 @@ from tracegrad.store.ledger.intake import DEAD_AFTER_S
 from tracegrad.text_format import format_age, format_count, format_elapsed
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
+from tracegrad_trainer.resampling.report import describe_unusable
 from tracegrad_trainer.utils.console import (
     PlainTable,
     plain_table,
@@ -198,6 +199,8 @@ def _overview(status: RunStatus) -> PlainTable:
         shown.add_row("tokens by lag", format_lags(status.lags, status.dropped))
     if status.intake is not None:
         shown.add_row("drivers", _drivers(status.intake))
+    if status.resampled is not None:
+        shown.add_row("live prompts", _resampled(status.resampled))
     if status.damaged_records:
         lines = format_count(status.damaged_records, "line")
         shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
@@ -210,6 +213,17 @@ def format_lags(lags: Mapping[str, float], dropped: Mapping[str, float]) -> str:
     stale, cut = (100 * dropped.get(why, 0.0) for why in ("stale", "over_sampled"))
     also = f", {cut:.3g}% over-sampled" if cut else ""
     return f"{shares}; of all turns {stale:.3g}% were too old to be trained{also}"
+
+
+def _resampled(found: Json) -> str:
+    """What was sampled again since the worker's start, and what could not be."""
+    rollouts = format_count(found["rollouts"], "rollout")
+    said = f"{found['prompts']} sampled again as {rollouts}"
+    if found["failed"]:
+        said += f", of which {found['failed']} failed"
+    if found["unusable"]:
+        said += f"; not again: {describe_unusable(found['unusable'])}"
+    return said
 
 
 def _drivers(intake: Json) -> str:

@@ -1,5 +1,5 @@
-"""`trainer serve`: starts vLLM, the proxy, the scorers where there are some, and the FSDP ranks,
-watches them, starts those again that end, stops them together.
+"""`trainer serve`: starts vLLM, the proxy, workers (who score rollouts or sample prompts again) and
+the FSDP ranks, watches them, starts those again that end, stops them together.
 
 Nothing here touches a tensor. This process owns the order: what can be checked is checked before
 anything starts; then all start at once, since each spends its time importing. The ranks stop
@@ -62,8 +62,10 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.resampling.report import NAME as RESAMPLING
+from tracegrad_trainer.resampling.worker import is_at_work as resamples
 from tracegrad_trainer.rewards.judge import judge_key
-from tracegrad_trainer.rewards.worker import is_at_work
+from tracegrad_trainer.rewards.worker import is_at_work as scores
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import (
     check_before_training,
@@ -79,6 +81,8 @@ READY_TIMEOUT_S = 900.0
 SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
 PUSHED_STAGES = ("waiting", "held", "training", "saving")
+# Whether a worker that answers no calls has said lately that it is at work.
+AT_WORK = {"scorers": scores, RESAMPLING: resamples}
 
 
 class NothingToDo(Exception):
@@ -109,7 +113,7 @@ def serve(settings: TrainerSettings, console: Console) -> int:
 
 
 class ServeStack:
-    """vLLM, the proxy, the scorers and the ranks as one thing."""
+    """vLLM, the proxy, workers and the ranks as one thing."""
 
     def __init__(self, settings: TrainerSettings, console: Console) -> None:
         self.settings = with_control_key(settings)
@@ -223,15 +227,17 @@ class ServeStack:
         vllm = VllmProcess(settings.vllm, settings.gpus.vllm_gpus)
         proxy = proxy_process(settings, self.listener.fileno())
         ranks = RankProcesses(settings, resolved)
-        scorers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
-        self.children = [vllm, proxy, *scorers, ranks]
+        workers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
+        if settings.resample.prompts != "none":
+            workers.append(resampling_process(settings, resolved))
+        self.children = [vllm, proxy, *workers, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
             child.start()
         self._await(proxy, lambda: is_responding(settings.url, "/healthz"))
         self._await(vllm, lambda: is_responding(settings.vllm.url, "/health"))
-        for scorer in scorers:
-            self._await(scorer, partial(self._scores, scorer))
+        for worker in workers:
+            self._await(worker, partial(self._works, worker))
         self._await(ranks, self._ranks_serve)
         self.report_stage("serving")
         self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
@@ -277,9 +283,10 @@ class ServeStack:
         answering = {
             "vllm": lambda: is_responding(self.settings.vllm.url, "/health"),
             "proxy": lambda: is_responding(self.settings.url, "/healthz"),
-            "scorers": lambda: any(
-                self._scores(child) for child in self.children if child.name == "scorers"
-            ),
+        } | {
+            child.name: partial(self._works, child)
+            for child in self.children
+            if child.name in AT_WORK
         }
         parts = []
         for child in self.children:
@@ -324,8 +331,8 @@ class ServeStack:
                 child.stop(grace_s=0)
                 raise
 
-    def _scores(self, scorer: ChildProcess) -> bool:
-        return is_at_work(self.settings.state_dir, scorer.pid)
+    def _works(self, worker: ChildProcess) -> bool:
+        return AT_WORK[worker.name](self.settings.state_dir, worker.pid)
 
     def _rolled_back(self) -> bool:
         """Whether the ranks ended to go on from a version that was returned to."""
@@ -384,6 +391,19 @@ def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
     store = {STORE_VARIABLE: settings.proxy.store.get_secret_value()}
     # Behind vLLM in the scheduler, as the ranks.
     return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=store, nice=5)
+
+
+def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
+    """The worker that samples live prompts again, through our proxy."""
+    command = [sys.executable, "-m", "tracegrad_trainer.resampling.worker", str(resolved)]
+    env = {
+        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
+        "TRACEGRAD_URL": settings.url,
+        "TRACEGRAD_API_KEY": "",
+    }
+    if settings.proxy.admin_key is not None:
+        env["TRACEGRAD_API_KEY"] = settings.proxy.admin_key.get_secret_value()
+    return ChildProcess(RESAMPLING, command, log=settings.logs / "resampling.log", env=env, nice=5)
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:

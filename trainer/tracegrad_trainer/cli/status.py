@@ -19,6 +19,7 @@ from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad.store.read.scorings import scoring_failures
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import read_state, run_id
+from tracegrad_trainer.resampling.report import NAME as RESAMPLING
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
 # However long a run is, so much of it is looked at.
@@ -62,6 +63,7 @@ class RunStatus:
     lags: dict[str, float]  # versions of lag -> share of the sampled tokens of the same steps
     dropped: dict[str, float]  # stale, over_sampled -> share of the turns of the whole run
     intake: Json | None  # paced, rollouts, reason, silent_for_s, places, waited_s; None: none asks
+    resampled: Json | None  # live prompts, by this worker: prompts, rollouts, failed, unusable
     push: Json | None  # the last push that served: version, seconds, paused_s, gap
 
     def as_json(self) -> Json:
@@ -136,8 +138,16 @@ def collect_status(
         lags=lag_shares([step.metrics for step in recent]),
         dropped=dropped_shares(counts),
         intake=_intake(store, [step.metrics for step in recent]),
+        resampled=_resampled(state_dir) if running else None,
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _resampled(state_dir: Path) -> Json | None:
+    state = read_state(state_dir, RESAMPLING)
+    if state is None or not state["alive"]:
+        return None
+    return {name: state[name] for name in ("prompts", "rollouts", "failed", "unusable")}
 
 
 def _pause(decision: Decision) -> Json:

@@ -33,8 +33,10 @@ from tracegrad.settings_sources import (
 )
 from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
+from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
+from tracegrad_trainer.config.resample import ResampleSettings, check_resampling
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
@@ -86,75 +88,6 @@ _SYNONYMS = {
 
 # What calls wait for an engine on GPUs that the ranks share, where [proxy] does not say it.
 LONGEST_SHARED_STEP_S = 3600.0
-
-
-class DataSettings(BaseModel):
-    """Which rollouts are trained on, and when."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tags: dict[str, str] = Field({}, description="only rollouts that carry all of these tags")
-    incomplete_after_s: float = Field(
-        120, gt=0, description="a group that nobody completes is taken smaller after this time"
-    )
-    idle_s: float | None = Field(
-        None,
-        gt=0,
-        allow_inf_nan=False,
-        description="a rollout that nobody opened ends as completed after this time without a call;"
-        " a later call opens it again, or goes on in another rollout once it is leased; left out:"
-        " such rollouts never end, and are not trained",
-    )
-    lease_ttl_s: float = Field(
-        1800,
-        gt=0,
-        description="groups of a trainer that died are free for others after this time;"
-        " one that lives renews them",
-    )
-    in_flight: int | None = Field(
-        None,
-        ge=1,
-        description="most rollouts that are open, or wait to be trained, at once: drivers that ask"
-        " wait for a place (AReaL's max_concurrent_rollouts, prime-rl's max_inflight_rollouts);"
-        " left out: any number",
-    )
-    over_sample: int = Field(
-        0,
-        ge=0,
-        description="so many more attempts are asked for at each task than batches.group_size; the"
-        " group is cut to that by over_sample_keep, and the others are kept and skipped as"
-        " over_sampled",
-    )
-    over_sample_keep: Literal["first", "drawn"] = Field(
-        "first",
-        description="first: the attempts that finish first, which prefers short ones, and waits for"
-        " no slow one; drawn: by lot, when all have finished, which prefers none",
-    )
-    synchronous: bool = Field(
-        False,
-        description="rollouts of the next batch are opened only when the weights of this one are"
-        " served, so that every batch is on-policy (AReaL's max_head_offpolicyness = 0)",
-    )
-    silent_s: float = Field(
-        600,
-        gt=0,
-        allow_inf_nan=False,
-        description="a rollout without a call, or without its reward, for so long takes no place of"
-        " in_flight, max_staleness or synchronous any more: who opened it may be gone",
-    )
-    refill: bool | None = Field(
-        None,
-        description="replace groups of equal rewards within the same batch; default: preset dapo's",
-    )
-
-    @model_validator(mode="after")
-    def _keep_is_used(self) -> DataSettings:
-        if self.over_sample_keep == "drawn" and not self.over_sample:
-            raise ValueError(
-                "over_sample_keep = 'drawn': there are no more attempts to draw from; set"
-                " over_sample, or leave it out"
-            )
-        return self
 
 
 class PushSettings(BaseModel):
@@ -251,6 +184,7 @@ class TrainerSettings(FileSettings):
     fsdp: FsdpSettings = FsdpSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     rewards: RewardSettings = RewardSettings()
+    resample: ResampleSettings = ResampleSettings()
     guards: GuardSettings = GuardSettings()
     push: PushSettings = PushSettings()
     promotion: PromotionSettings = PromotionSettings()
@@ -380,6 +314,14 @@ class TrainerSettings(FileSettings):
                 "data.synchronous: no turn lags, and batches.stale = 'weight' weighs those that do;"
                 " leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _resampled_rollouts_are_trained(self) -> Self:
+        if self.resample.prompts == "none":
+            return self
+        judged = self.rewards.composes or self.objective.judge is not None
+        check_resampling(self.data, judged=judged, waits=self.batches.stale == "wait")
         return self
 
     @model_validator(mode="after")

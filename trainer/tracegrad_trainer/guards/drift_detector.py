@@ -13,7 +13,8 @@ for sequential change detection", New England J. Statistics in Data Science, 202
 
 Where the drift began: the last time at which a bet's CUSUM, max(1, before) * factor, was at 1; of
 all bets that did at least half as well as the best one, on a logarithmic scale, the earliest. Too
-early only costs a few good values, too late keeps bad ones.
+early only costs a few good values, too late keeps bad ones: these bets are against half the margin,
+or of a slow drift all that the margin allows would be kept.
 """
 
 from __future__ import annotations
@@ -68,10 +69,11 @@ class DriftDetector:
         allowed = self.allowed
         if allowed >= 1:
             return None  # no rise can be told from the baseline
+        usual = self.baseline + self.margin / 2
         for index, share in enumerate(_BETS):
             factor = 1 + share / allowed * (value - allowed)
             self.sums[index] = min(_MOST, (1 + self.sums[index]) * factor)
-            self._note_rise(index, factor, value, at)
+            self._note_rise(index, 1 + share / usual * (value - usual), value, at)
         return self._drift() if self.evidence >= self.limit else None
 
     @property

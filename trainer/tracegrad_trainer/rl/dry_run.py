@@ -26,6 +26,7 @@ from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_m
 from tracegrad_trainer.engine.flops import attention_parity
 from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
+from tracegrad_trainer.resampling.live_prompts import LivePrompts
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
 from tracegrad_trainer.rl.coordinator import (
     MAX_REFILLS,
@@ -88,6 +89,8 @@ class StepPlan:
     scoring_failures: list[ScoringFailure]  # of rollouts that have no reward because of them
     compares_states: bool  # whether turns are compared with those of equal environment state
     titles: dict[str, str]  # of the waiting tasks, by id
+    live_prompts: int | None  # that would be sampled again; None: none are (`resample.prompts`)
+    not_resampled: dict[str, int]  # reason -> rollouts
 
     @property
     def tokens(self) -> int:
@@ -111,6 +114,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         composed=settings.rewards.composes,
     )
     failed = store.failed_versions()
+    live, not_resampled = _live_prompts(settings, store)
 
     def choose(groups: Sequence[Group]) -> TrainingSelection:
         return select(
@@ -161,7 +165,17 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         scoring_failures=_scoring_failures(settings, store),
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},
+        live_prompts=live,
+        not_resampled=not_resampled,
     )
+
+
+def _live_prompts(settings: TrainerSettings, store: Store) -> tuple[int | None, dict[str, int]]:
+    if settings.resample.prompts == "none":
+        return None, {}
+    held_out = settings.promotion.held_out
+    found, reasons = LivePrompts(store, settings.resample, held_out).count()
+    return found, dict(reasons)
 
 
 def _scoring_failures(settings: TrainerSettings, store: Store) -> list[ScoringFailure]:

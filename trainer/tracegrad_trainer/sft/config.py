@@ -127,7 +127,7 @@ class SftSettings(BaseModel):
 
 
 # Of a settings file these are another command's; named for this one they are a mistake.
-_UNUSED_TABLES = ("data", "gpus", "guards", "promotion", "push", "rewards", "vllm")
+_UNUSED_TABLES = ("data", "gpus", "guards", "promotion", "push", "resample", "rewards", "vllm")
 _UNUSED = {
     "max_steps": "set --epochs",
     "batches.drop_equal_reward": "there are no groups; leave it out",

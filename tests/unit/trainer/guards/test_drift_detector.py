@@ -19,7 +19,8 @@ def fed(detector: DriftDetector, values: list[float]) -> Drift | None:
 
 
 def test_sums_by_hand() -> None:
-    """Baseline 1 of 4, so .25 + .25 is allowed: a 1 doubles a bet of .5 / .5, a 0 halves it."""
+    """Baseline 1 of 4, so .25 + .25 is allowed: a 1 doubles a bet of .5 / .5, a 0 halves it. Where
+    the rise began is looked for above .25 + .125."""
     detector = DriftDetector(size=4, margin=0.25, limit=1e9)
     assert fed(detector, [0, 1, 0, 0]) is None
     assert detector.baseline == 0.25
@@ -29,7 +30,8 @@ def test_sums_by_hand() -> None:
     assert detector.sums == pytest.approx([1.1, 1.25, 1.5, 1.75])
     detector.add(0, 5)
     assert detector.sums == pytest.approx([2.1 * 0.9, 2.25 * 0.75, 2.5 * 0.5, 2.75 * 0.25])
-    assert detector.cusums == pytest.approx([1.1 * 0.9, 1.25 * 0.75, 1.5 * 0.5, 1.75 * 0.25])
+    cusums = [(1 + bet / 0.375 * 0.625) * (1 - bet) for bet in (0.1, 0.25, 0.5, 0.75)]
+    assert detector.cusums == pytest.approx(cusums)
 
 
 def test_rise_is_found_where_it_began() -> None:
@@ -44,6 +46,16 @@ def test_rise_is_found_where_it_began() -> None:
     assert drift.recent == pytest.approx(0.6, abs=0.15)
     assert drift.baseline == sum(calm[:64]) / 64
     assert drift.evidence >= 1e6
+
+
+def test_of_a_slow_rise_little_is_kept() -> None:
+    """From a fifth to all within 4,000 values: no more is kept than the margin allows."""
+    draw = random.Random(5)
+    calm = [float(draw.random() < 0.2) for _ in range(1000)]
+    risen = [float(draw.random() < 0.2 + 0.8 * n / 4000) for n in range(4000)]
+    drift = fed(DriftDetector(size=128, margin=0.15, limit=1e6), calm + risen)
+    assert drift is not None
+    assert 0.2 + 0.8 * (drift.rise_began - 1000) / 4000 <= drift.allowed
 
 
 def drift_end(values: list[float]) -> int:

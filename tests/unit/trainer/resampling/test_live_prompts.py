@@ -1,0 +1,113 @@
+"""Which first prompts of live rollouts are sampled again, in which order; why others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from support.store.events import make_turn
+from tracegrad.events import RolloutStarted
+from tracegrad.store import Store
+from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED, ResampleSettings
+from tracegrad_trainer.resampling.live_prompts import LivePrompts
+from tracegrad_trainer.resampling.report import MEANINGS, describe_unusable
+
+NOW = 10_000.0
+USER = {"role": "user", "content": "where is 42?"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    with Store.open(url) as store:
+        yield store
+
+
+def prompts_of(store: Store, held_out: dict[str, str] | None = None, **more: Any) -> LivePrompts:
+    settings = ResampleSettings(prompts="live", **more)
+    return LivePrompts(store, settings, held_out, clock=lambda: NOW)
+
+
+def live(
+    store: Store, name: str, *, age_s: float = 10.0, tags: dict[str, str] | None = None, **call: Any
+) -> None:
+    """A rollout of two turns, the first with this call."""
+    request = {"model": "m", "messages": [USER], **call.pop("request", {})}
+    first = make_turn(f"{name}.0", name, request=request, **call)
+    second = make_turn(f"{name}.1", name, parent=first, request={**request, "tools": [TOOL]})
+    opened = RolloutStarted(rollout_id=name, opened_at=NOW - age_s, tags=tags or {})
+    store.append([opened, first, second])
+
+
+def taken(prompts: LivePrompts) -> list[str]:
+    found = []
+    while (one := prompts.take()) is not None:
+        found.append(one.rollout_id)
+    return found
+
+
+def test_the_newest_come_first_and_each_once(store: Store) -> None:
+    for name, age in (("old", 30.0), ("new", 10.0), ("middle", 20.0)):
+        live(store, name, age_s=age)
+    prompts = prompts_of(store)
+    assert prompts.count() == (3, {})
+    assert taken(prompts) == ["new", "middle", "old"]
+    live(store, "newer", age_s=1.0)
+    assert taken(prompts) == ["newer"]
+
+
+def test_what_was_sampled_again_is_neither_sampled_again_nor_live(store: Store) -> None:
+    live(store, "a")
+    live(store, "again", tags={RESAMPLED: "true", RESAMPLE_OF: "a"})
+    assert taken(prompts_of(store)) == []
+
+
+def test_only_young_ones_with_all_tags(store: Store) -> None:
+    live(store, "a", tags={"app": "chat", "user": "u1"})
+    live(store, "b", tags={"app": "mail"})
+    live(store, "c", age_s=61.0, tags={"app": "chat"})
+    prompts = prompts_of(store, tags={"app": "chat"}, max_age_s=60.0)
+    found = prompts.take()
+    assert found is not None
+    assert (found.rollout_id, found.tags) == ("a", {"app": "chat", "user": "u1"})
+    assert prompts.take() is None
+
+
+def test_the_body_is_of_the_models_own_distribution(store: Store) -> None:
+    bent = {"temperature": 0.0, "top_p": 0.1, "max_tokens": 9, "stream": True, "n": 1, "user": "u"}
+    live(store, "a", request=bent)
+    found = prompts_of(store).take()
+    assert found is not None
+    assert found.body["messages"] == [USER]
+    assert found.body["max_tokens"] == 9
+    assert found.body["temperature"] == 1.0
+    assert not {"stream", "n", "user", "top_p", "tools"} & found.body.keys()
+
+
+@pytest.mark.parametrize(
+    ("reason", "call"),
+    [
+        ("tools", {"request": {"tools": [TOOL]}}),
+        ("no_request", {"request": {"messages": "none"}}),
+        ("not_chat", {"dialect": "completions", "request": {"prompt": "once"}}),
+        ("held_out", {"tags": {"split": "held_out", "app": "chat"}}),
+    ],
+)
+def test_others_have_a_counted_reason(store: Store, reason: str, call: dict[str, Any]) -> None:
+    live(store, "a", **call)
+    live(store, "b", age_s=20.0)
+    prompts = prompts_of(store, held_out={"split": "held_out"})
+    assert prompts.count() == (1, {reason: 1})
+    assert taken(prompts) == ["b"]
+    assert prompts.unusable == {reason: 1}
+    assert taken(prompts) == [], "nor is it counted twice"
+    assert prompts.unusable == {reason: 1}
+    assert describe_unusable(prompts.unusable) == f"1 {MEANINGS[reason]}"  # type: ignore[index]
+
+
+def test_what_is_sampled_again_is_no_live_tag() -> None:
+    with pytest.raises(ValidationError, match="'resampled' is what rollouts carry that were"):
+        ResampleSettings(prompts="live", tags={RESAMPLED: "true"})

@@ -1,0 +1,1 @@
+"""First prompts of live rollouts, sampled again as groups that training can compare."""

@@ -1,0 +1,102 @@
+"""The process that samples live prompts again: `python -m ... SETTINGS.json`.
+
+A part of `trainer serve`. It reads the resolved settings of the run, and from the environment the
+store's URL and the proxy's key, where they are secret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tracegrad.private_files import set_private_umask
+from tracegrad.store import Store, StoreError
+from tracegrad.transport import ProxyRefused
+from tracegrad.urls import unmasked
+from tracegrad_trainer.config.resample import ResampleSettings
+from tracegrad_trainer.launch.run_state import RunState, read_state
+from tracegrad_trainer.resampling.live_prompts import LivePrompts
+from tracegrad_trainer.resampling.report import NAME
+from tracegrad_trainer.resampling.sampler import PromptSampler
+from tracegrad_trainer.utils.subprocesses import die_with_parent
+
+_SAY_EVERY_S = 2.0
+# A worker that has said nothing for so long hangs.
+SILENT_S = 30.0
+
+
+def is_at_work(state_dir: Path, pid: int | None, *, clock: Callable[[], float] = time.time) -> bool:
+    """Whether the worker of that process has said so a short while ago."""
+    said = read_state(state_dir, NAME)
+    return bool(said and said["pid"] == pid and clock() - said["updated_at"] < SILENT_S)
+
+
+async def work(sampler: PromptSampler, state: RunState, stop: asyncio.Event) -> None:
+    """Until `stop`. Raises StoreError, ProxyRefused."""
+    ending = asyncio.create_task(stop.wait())
+    sampling = asyncio.create_task(sampler.run())
+    try:
+        while not stop.is_set() and not sampling.done():
+            state.update(stage="sampling", **sampler.said())
+            await asyncio.wait(
+                {ending, sampling}, timeout=_SAY_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        if sampling.done():
+            sampling.result()
+    except* (StoreError, ProxyRefused) as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        ending.cancel()
+        sampling.cancel()
+        await asyncio.gather(ending, sampling, return_exceptions=True)
+        state.update(stage="stopped", **sampler.said())
+
+
+async def _main(resolved: dict[str, Any]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    promotion = resolved["promotion"]
+    with Store.open(unmasked(resolved["proxy"]["store"])) as store:
+        prompts = LivePrompts(
+            store,
+            ResampleSettings.model_validate(resolved["resample"]),
+            held_out=promotion["tags"] if promotion["gate"] == "held_out" else None,
+        )
+        async with httpx.AsyncClient(timeout=None) as client:
+            state = RunState(Path(resolved["state_dir"]), NAME)
+            await work(PromptSampler(prompts, client), state, stop)
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code; where it fails, one line says why."""
+    parser = argparse.ArgumentParser(prog="tracegrad_trainer.resampling.worker")
+    parser.add_argument("settings", help="a JSON file of resolved settings")
+    given = parser.parse_args(arguments)
+    set_private_umask()
+    die_with_parent(signal.SIGTERM)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        asyncio.run(_main(json.loads(Path(given.settings).read_text(encoding="utf-8"))))
+    except (StoreError, ProxyRefused, ValueError, OSError) as error:
+        # As a traceback ends: `utils.subprocesses` finds it in the log.
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
