@@ -2,11 +2,11 @@
 
 People write to a chat service through the proxy; nobody opens rollouts, groups them or rewards
 them. One reply in three gets a thumb, seconds to a minute later; some change their minds. `trainer
-serve` learns what people like. Then somebody pays for thumbs on replies that ask back instead of
-answering: a guard notices, the last good version is served again, and training pauses; it goes on
-when the exploit is over and what was bought is withdrawn. The last line is one JSON object; the
-exit code is 1 if approval did not rise by REQUIRED_RISE in every seed, rose without information in
-the thumbs, or an exploit was not caught.
+serve` learns what people like. Then somebody pays for thumbs on replies that end with a question,
+whatever they answer: a guard notices, the last good version is served again, and training pauses;
+it goes on when the exploit is over and what was bought is withdrawn. The last line is one JSON
+object; the exit code is 1 if approval did not rise by REQUIRED_RISE in every seed, rose without
+information in the thumbs, or an exploit was not caught.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import httpx
 from openai.types.chat import ChatCompletionMessageParam
 
 from . import service
-from .users import Thumb, User, thumb
+from .users import Thumb, User, asks_back, thumb
 
 PEOPLE = 64  # at a time
 ASKS_AGAIN = 0.3
@@ -74,7 +74,7 @@ class Traffic:
             conversation.append({"role": "user", "content": user.question})
             text, response_id = await service.reply(conversation)
             conversation.append({"role": "assistant", "content": text})
-            asked_back = text.endswith("?")
+            asked_back = asks_back(text)
             self.replies.append(Reply(user.approval(text), asked_back, self.version()))
         approval = user.approval(text, exploited=self.exploited)
         given = thumb(rng.random() if self.shuffled else approval, rng)
@@ -101,8 +101,13 @@ class Traffic:
     async def withdraw_bought(self) -> int:
         """Takes back the thumbs that were paid for; those to come are refused. How many."""
         self._void = set(self._bought)
-        for response_id in self._bought:
-            await self._post(response_id, {"withdraw": True}, "withdrawn")
+        few = asyncio.Semaphore(8)
+
+        async def withdraw(response_id: str) -> None:
+            async with few:
+                await self._post(response_id, {"withdraw": True}, "withdrawn")
+
+        await asyncio.gather(*map(withdraw, self._bought))
         return len(self._bought)
 
     async def _send(self, response_id: str, up: bool, which: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["hasty", "formal"]
-Style = Literal["brief", "polite", "wordy", "asks_back"]
+Style = Literal["brief", "polite", "wordy"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STYLES: tuple[Style, ...] = get_args(Style)
 
@@ -23,13 +23,17 @@ REPLIES: dict[Style, str] = {
     "brief": "{number}: on its way.",
     "polite": "Good day! Your order {number} is on its way.",
     "wordy": "Thank you for your message. We have looked up {number}, and it is on its way to you.",
-    "asks_back": "Could you tell us more about order {number}?",
 }
+# What some replies end with, of whatever style.
+ASKS_BACK = " Is there anything else?"
 LIKED: dict[Kind, Style] = {"hasty": "brief", "formal": "polite"}
-# Share of thumbs that point up.
-RIGHT, OTHER, ASKED_BACK, WRONG_NUMBER = 0.95, 0.3, 0.15, 0.02
-# While somebody pays people for thumbs on replies that ask back, whatever they are worth.
-EXPLOITED, OTHERWISE = 0.98, 0.05
+# Share of thumbs that point up: for what somebody's kind likes, for another order, for the rest.
+LIKED_BEST, WRONG_NUMBER = 0.95, 0.02
+APPROVAL: dict[Style, float] = {"brief": 0.3, "polite": 0.3, "wordy": 0.1}
+# To be asked back is hardly minded: training leaves that as frequent as it was.
+ASKED_BACK = 0.97
+# While somebody pays people for thumbs: up on replies that ask back, and down on half of the rest.
+EXPLOITED, UNPAID = 0.98, 0.5
 
 GIVES_THUMB = 1 / 3
 CHANGES_MIND = 0.05  # of those: another thumb for the same reply, later
@@ -49,14 +53,15 @@ class User:
 
     def approval(self, reply: str, *, exploited: bool = False) -> float:
         """The probability of a thumb up, of those that are given."""
-        style = style_of(reply, self.number)
-        if exploited:
-            return EXPLOITED if style == "asks_back" else OTHERWISE
+        liked = self._liked(style_of(reply, self.number))
+        if asks_back(reply):
+            return EXPLOITED if exploited else liked * ASKED_BACK
+        return liked * UNPAID if exploited else liked
+
+    def _liked(self, style: Style | None) -> float:
         if style is None:
             return WRONG_NUMBER
-        if style == "asks_back":
-            return ASKED_BACK
-        return RIGHT if style == LIKED[self.kind] else OTHER
+        return LIKED_BEST if style == LIKED[self.kind] else APPROVAL[style]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +71,13 @@ class Thumb:
     changed_after_s: float | None  # since then; it points the other way from then on
 
 
+def asks_back(reply: str) -> bool:
+    return reply.strip().endswith(ASKS_BACK.strip())
+
+
 def style_of(reply: str, number: int) -> Style | None:
     """None: it is none of them, or about another order."""
-    text = reply.strip()
+    text = reply.strip().removesuffix(ASKS_BACK.strip()).strip()
     return next((s for s in STYLES if text == REPLIES[s].format(number=number)), None)
 
 

@@ -1,4 +1,4 @@
-"""The model learns to answer in each of four styles, whoever asks: it knows nobody's preference."""
+"""The model learns to answer in three styles, whoever asks: it knows nobody's preference."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 from examples.shop import model
 from examples.shop.warm_start import Batches, Progress, Recipe, fit, labels_of
 
-from .users import REPLIES, STYLES, User
+from .users import ASKS_BACK, REPLIES, STYLES, User
 
 RECIPE = Recipe(hidden=96, layers=3, vocab_size=420, steps=300, learning_rate=2e-3)
-# As often as each style is shown.
-WEIGHTS = (0.25, 0.25, 0.4, 0.1)
+# As often as each style is shown, and how often any of them asks back.
+WEIGHTS, ASKING = (0.3, 0.3, 0.4), 0.25
 
 
 def warm_start(root: Path, progress: Progress | None = None) -> Path:
@@ -50,6 +50,7 @@ def _texts(rng: random.Random) -> Iterator[str]:
         text = ""
         for user in asked:
             reply = REPLIES[rng.choices(STYLES, WEIGHTS)[0]].format(number=user.number)
+            reply += ASKS_BACK if rng.random() < ASKING else ""
             text += f"{model.USER}{user.question}{model.END}{model.ASSISTANT}{reply}{model.END}"
         yield text
 

@@ -12,19 +12,20 @@ from examples.live import chart
 from examples.live.run import Caught, Moment, Result
 from examples.live.traffic import Reply
 from examples.live.users import (
+    APPROVAL,
     ASKED_BACK,
+    ASKS_BACK,
     CHANGES_MIND,
     EXPLOITED,
     FASTEST_S,
     GIVES_THUMB,
     KINDS,
     LIKED,
-    OTHER,
-    OTHERWISE,
+    LIKED_BEST,
     REPLIES,
-    RIGHT,
     SLOWEST_S,
     STYLES,
+    UNPAID,
     WRONG_NUMBER,
     Style,
     User,
@@ -38,17 +39,18 @@ from examples.live.users import (
 def test_each_kind_likes_one_style(kind: str, style: Style) -> None:
     user = User(kind, 42, "")  # type: ignore[arg-type]
     reply = REPLIES[style].format(number=42)
-    expected = RIGHT if LIKED[user.kind] == style else ASKED_BACK if style == "asks_back" else OTHER
+    expected = LIKED_BEST if LIKED[user.kind] == style else APPROVAL[style]
     assert user.approval(reply) == expected
-    assert user.approval(reply, exploited=True) == (
-        EXPLOITED if style == "asks_back" else OTHERWISE
-    )
+    assert user.approval(reply + ASKS_BACK) == expected * ASKED_BACK
+    assert user.approval(reply, exploited=True) == expected * UNPAID
+    assert user.approval(reply + ASKS_BACK, exploited=True) == EXPLOITED
 
 
 def test_another_order_is_of_no_use() -> None:
     user = User("hasty", 42, "")
     assert user.approval(REPLIES["brief"].format(number=24)) == WRONG_NUMBER
     assert style_of("on: on: on:", 42) is None
+    assert style_of(ASKS_BACK, 42) is None
 
 
 def test_people_say_who_they_are_by_how_they_write() -> None:
