@@ -14,6 +14,7 @@ from support.trainer.char_model import save_char_model
 from support.trainer.trainer_serve import TrainerServe, cli_json, trainer_serve
 from tracegrad.store import RolloutSummary, Store
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED
+from tracegrad_trainer.launch.run_state import read_state
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -45,9 +46,10 @@ def test_a_step_of_live_prompts(tmp_path: Path) -> None:
                     messages=[{"role": "user", "content": f"live {number}"}],
                     max_tokens=12,
                     temperature=0.3,
-                    tools=[TOOL] if number == 0 else openai.omit,  # type: ignore[list-item]
+                    tools=[TOOL] if number == PROMPTS else openai.omit,  # type: ignore[list-item]
                 )
         run.wait(lambda: run.last_step() >= 1)
+        run.wait(lambda: (read_state(run.state_dir, "resampling") or {}).get("unusable"))
         status = cli_json("trainer", "status", f"--state-dir={run.state_dir}", "--json")
         run.signal(signal.SIGTERM)
         run.ended().is_clean()

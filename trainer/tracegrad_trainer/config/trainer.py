@@ -109,6 +109,11 @@ class PushSettings(BaseModel):
         description="how weights reach vLLM: as files that it sees (push.folder), or broadcast to"
         " it by torch.distributed, over TCP (gloo) or from GPU to GPU (nccl)",
     )
+    kv_cache: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="of requests that run while weights change: recompute: what the old weights"
+        " computed is computed again with the new ones; keep: they go on with it, at once",
+    )
     lora: Literal["auto", "adapter", "merged"] = Field(
         "auto",
         description="with fsdp.lora: push the adapter alone, which vLLM serves beside the model, or"
@@ -394,6 +399,11 @@ class TrainerSettings(FileSettings):
     @model_validator(mode="after")
     def _engine_takes_transport(self) -> Self:
         transport = self.push.transport
+        if self.push.kv_cache == "keep" and self.gpus.share:
+            raise ValueError(
+                "push.kv_cache = 'keep': with gpus.share vLLM sleeps, and its cache with it; set"
+                " push.kv_cache = 'recompute'"
+            )
         if transport != "files" and self.gpus.share:
             raise ValueError(
                 f"push.transport = {transport!r}: with gpus.share vLLM sleeps, and is woken with"

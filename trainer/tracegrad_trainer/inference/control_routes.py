@@ -76,10 +76,11 @@ class VllmControl:
     def __init__(self, url: str, timeout_s: float) -> None:
         self._peer = Peer("vLLM", url, timeout_s)
 
-    def pause(self) -> None:
+    def pause(self, *, keep_cache: bool = False) -> None:
         # keep: running requests are frozen, not aborted; with the cache cleared they are
         # computed again under the new weights when they go on.
-        self._peer.post("/pause", params={"mode": "keep", "clear_cache": "true"})
+        clear = "false" if keep_cache else "true"
+        self._peer.post("/pause", params={"mode": "keep", "clear_cache": clear})
 
     def resume(self) -> None:
         self._peer.post("/resume")

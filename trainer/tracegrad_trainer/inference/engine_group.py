@@ -48,10 +48,10 @@ class EngineGroup:
     def connect(self) -> None:
         self._each(lambda engine: engine.connect())
 
-    def pause(self) -> None:
+    def pause(self, *, keep_cache: bool = False) -> None:
         """All of them, or none."""
         try:
-            self._each(lambda engine: engine.pause())
+            self._each(lambda engine: engine.pause(keep_cache=keep_cache))
         except PushError:
             # An engine that was not paused takes this too.
             with contextlib.suppress(PushError):

@@ -44,6 +44,7 @@ class EngineStop(Protocol):
 
     keeps_weights: bool  # while it stands still
     drain_s: float  # how long calls may take that come in one piece, before the engine stops
+    keep_cache: bool  # over a push, of running requests
     guarded: bool  # somebody else makes it go on if this process cannot
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
@@ -70,19 +71,24 @@ class EnginePause:
     keeps_weights = True
     guarded = False
 
-    def __init__(self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float) -> None:
+    def __init__(
+        self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float, *, keep_cache: bool = False
+    ) -> None:
+        """`keep_cache`: running requests go on with what they had computed with earlier weights."""
         self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
+        self.keep_cache = keep_cache
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         with watch.stage("hold"):
             self._proxy.hold(drain_s=self.drain_s)
         with watch.stage("pause"):
-            self._vllm.pause()
+            self._vllm.pause(keep_cache=self.keep_cache)
 
     def take_weights(self, served: ServedWeights, watch: Stopwatch) -> None:
         pass
 
     def pause_again(self, served: ServedWeights, watch: Stopwatch) -> None:
+        # What wrong weights computed meanwhile has the version that is served again.
         self._vllm.pause()
 
     def go_on(self, served: ServedWeights, watch: Stopwatch) -> None:
@@ -115,6 +121,7 @@ class EngineSleep:
     ) -> None:
         """`folder`: of the weight files, which the guard removes where it needs them last."""
         self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
+        self.keep_cache = False  # it goes with the sleep
         self._level: SleepLevel = level
         self._guard = guard
         self._folder = folder

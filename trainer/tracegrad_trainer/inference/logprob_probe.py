@@ -43,10 +43,12 @@ def sample_probes(
     model: str = "policy",
     key: str | None = None,
     timeout: float = 300.0,
+    cache_salt: str | None = None,
 ) -> list[ProbeSample]:
     """Samples exactly `tokens` tokens after each of the prompts, all in one call, side by side.
-    `key`: of an engine that asks for one. httpx.HTTPError if the server does not answer."""
-    request = {
+    `key`: of an engine that asks for one. `cache_salt`: only what was cached for calls with this
+    one is used; None: for calls without. httpx.HTTPError if the server does not answer."""
+    request: dict[str, Any] = {
         "model": model,
         "prompt": [list(prompt) for prompt in prompts],
         "max_tokens": tokens,
@@ -57,6 +59,8 @@ def sample_probes(
         "logprobs": 0,
         "return_token_ids": True,
     }
+    if cache_salt is not None:
+        request["cache_salt"] = cache_salt
     with http_client(url, timeout_s=timeout, key=key) as client:
         response = client.post("/v1/completions", json=request)
     response.raise_for_status()

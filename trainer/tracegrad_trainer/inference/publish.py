@@ -111,6 +111,7 @@ class WeightPublisher:
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,
                     transport=transport_of(settings.push.transport, learner.device),
+                    keep_cache=settings.push.kv_cache == "keep",
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))
@@ -181,7 +182,9 @@ class WeightPublisher:
         self._free_memory()
         most = self.settings.vllm.max_model_len
         longest = None if most is None else most - self.settings.push.probe_tokens
-        probing = _Probing(self, probe_prompts(rows, longest))
+        # As calls of that version: without one a cache that must not be there would show.
+        salt = str(version) if self.settings.push.kv_cache == "keep" else None
+        probing = _Probing(self, probe_prompts(rows, longest), salt)
         try:
             if isinstance(new, PushError):
                 raise new
@@ -265,8 +268,11 @@ class WeightPublisher:
 class _Probing:
     """Rank 0's side of the proof; called by the pusher between the push and its end."""
 
-    def __init__(self, publisher: WeightPublisher, prompts: list[list[int]]) -> None:
+    def __init__(
+        self, publisher: WeightPublisher, prompts: list[list[int]], cache_salt: str | None = None
+    ) -> None:
         self.publisher = publisher
+        self.cache_salt = cache_salt
         self.prompts = prompts
         self.shared = False  # whether the other ranks have the samples
         self.gap: LogprobGap | None = None
@@ -282,6 +288,7 @@ class _Probing:
                 model=settings.vllm.served_model_name,
                 key=engine_key.get_secret_value() if engine_key else None,
                 timeout=settings.push.timeout_s,
+                cache_salt=self.cache_salt,
             )
             for url in settings.engine_urls
         }

@@ -81,7 +81,8 @@ class WeightPusher:
     two minutes, or as long as a request may take. With `adapter`, the content of an
     adapter_config.json, a push is of such an adapter, under peft's names, and `checkpoint` the
     folder of one. `transport`: how the files' tensors reach an engine, of its URL and `timeout_s`;
-    default: it sees the files.
+    default: it sees the files. `keep_cache`: running requests keep what the old weights computed;
+    calls must be told apart by version then (vLLM's `cache_salt`), as the proxy does.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class WeightPusher:
         sleep: SleepSettings | None = None,
         adapter: Json | None = None,
         transport: Callable[[str, float], VllmControl] = VllmControl,
+        keep_cache: bool = False,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -122,7 +124,9 @@ class WeightPusher:
             longest = HOLD_TTL_S + (timeout_s if len(urls) > 1 else 0)
             hold_ttl_s = HOLD_TTL_S if sleep else min(max(longest, timeout_s), LONGEST_HOLD_S)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
-        self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
+        self._engine: EngineStop = EnginePause(
+            self._vllm, self._proxy, drain_s, keep_cache=keep_cache
+        )
         if sleep:
             state_dir = str(sleep.state_dir)
             guarded = GuardedEngine(urls[0], proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir)
@@ -177,10 +181,13 @@ class WeightPusher:
             new = fetch(self._files.folder / str(version))
             pushing, self._watch = self._watch, Stopwatch()
             drain_s, self._engine.drain_s = self._engine.drain_s, 0.0
+            # Its number was served before: what later weights computed for calls that began then
+            # is in the cache under it.
+            keep_cache, self._engine.keep_cache = self._engine.keep_cache, False
             try:
                 seconds = self._serve(new, None)
             except BaseException:
-                self._engine.drain_s = drain_s
+                self._engine.drain_s, self._engine.keep_cache = drain_s, keep_cache
                 raise
             finally:
                 self._watch = pushing

@@ -329,6 +329,13 @@ class LlmCallEndpoint:
                 timing.ended()
                 timing.held_s = gate_held_s() - before_s
 
+    def _cache_salt(self, admission: Admission) -> str | None:
+        """Where weights are pushed, and the engine may keep its cache meanwhile (push.kv_cache):
+        what earlier versions computed is of no use to this one."""
+        if not self._services.gate.pushes or not self._services.upstream.capabilities.tokens:
+            return None
+        return str(admission.version)
+
     @asynccontextmanager
     async def _engine_response(self, context: CallContext) -> AsyncIterator[UpstreamResponse]:
         """The engine's answer with status 200. Raises ApiError for any other."""
@@ -339,6 +346,7 @@ class LlmCallEndpoint:
             prompt_ids=context.plan.prompt_ids,
             return_tokens=self._services.upstream.capabilities.tokens,
             routed_experts_from=context.plan.routed_experts_from,
+            cache_salt=self._cache_salt(context.admission),
         )
         body = await self._services.workers.run(call.size, request_body, call, ask)
         context.timing.asked()

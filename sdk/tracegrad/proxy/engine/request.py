@@ -19,7 +19,8 @@ class EngineRequest:
     `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
     and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding).
     `return_tokens` is False for an engine that knows nothing of tokens. `routed_experts_from` is
-    the first of the prompt's tokens whose routed experts are not known yet.
+    the first of the prompt's tokens whose routed experts are not known yet. `cache_salt`: calls
+    share what the engine has cached with those of the same one alone.
     """
 
     stream: bool
@@ -27,6 +28,7 @@ class EngineRequest:
     prompt_ids: array[int] | None = None
     return_tokens: bool = True
     routed_experts_from: int = 0
+    cache_salt: str | None = None
 
 
 def request_body(call: Call, ask: EngineRequest) -> bytes:
@@ -51,6 +53,9 @@ def request_body(call: Call, ask: EngineRequest) -> bytes:
             body.pop("top_logprobs", None)
         if ask.routed_experts_from and not ask.stream:
             body[ROUTED_EXPERTS_START] = ask.routed_experts_from
+    if ask.cache_salt is not None:
+        own = body.get("cache_salt")
+        body["cache_salt"] = ask.cache_salt if own is None else f"{ask.cache_salt} {own}"
     if ask.prompt_ids is not None:
         text = orjson.dumps(ask.prompt_ids.tolist())
         prompt_texts.add(text, ask.prompt_ids)  # the engine's answer will have it

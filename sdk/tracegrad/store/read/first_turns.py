@@ -9,7 +9,7 @@ from sqlalchemy import Connection, exists, func, select
 from sqlalchemy.orm import aliased
 
 from tracegrad.store.expressions import has_tags
-from tracegrad.store.models import Rollouts, RolloutTags, Turns
+from tracegrad.store.models import RolloutPlaces, Rollouts, RolloutTags, Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def newest_first_turns(
 ) -> list[FirstTurn]:
     """Of rollouts with all `tags`, without any tag of the key `without`, whose id no other rollout
     has as its tag `named_by`; the newest `limit` that were opened at `since` or later, newest
-    first."""
+    first. None that a driver had a place for: a turn may be stored before the tags are."""
     tag, names = aliased(RolloutTags), aliased(RolloutTags)
     turns = aliased(Turns)
     first = (
@@ -46,6 +46,7 @@ def newest_first_turns(
             Rollouts.opened_at >= since,
             has_tags(tags),
             ~exists().where(tag.rollout_id == Rollouts.rollout_id, tag.key == without),
+            ~exists().where(RolloutPlaces.rollout_id == Rollouts.rollout_id),
             ~exists().where(names.key == named_by, names.value == Rollouts.rollout_id),
         )
         .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id)

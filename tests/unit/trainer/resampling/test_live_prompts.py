@@ -9,8 +9,10 @@ import pytest
 from pydantic import ValidationError
 
 from support.store.events import make_turn
+from support.store.intake_requests import intake_request
 from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
+from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED, ResampleSettings
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
 from tracegrad_trainer.resampling.report import MEANINGS, describe_unusable
@@ -63,6 +65,14 @@ def test_what_was_sampled_again_is_neither_sampled_again_nor_live(store: Store) 
     live(store, "a")
     live(store, "again", tags={RESAMPLED: "true", RESAMPLE_OF: "a"})
     assert taken(prompts_of(store)) == []
+
+
+def test_a_drivers_rollout_is_no_live_one_before_its_tags_are_there(store: Store) -> None:
+    Intake(store).request(intake_request(in_flight=4))
+    [place, *_] = Intake(store).ask(2).rollout_ids
+    live(store, place)
+    live(store, "a")
+    assert taken(prompts_of(store)) == ["a"]
 
 
 def test_only_young_ones_with_all_tags(store: Store) -> None:
