@@ -69,9 +69,15 @@ def pusher(
         pusher.push(-1, original.named_parameters())
 
 
-def agrees(url: str, model: PreTrainedModel, *prompts: list[int], tokens: int = 48) -> None:
+def agrees(
+    url: str,
+    model: PreTrainedModel,
+    *prompts: list[int],
+    tokens: int = 48,
+    cache_salt: str | None = None,
+) -> None:
     for prompt in prompts:
-        sample = sample_probe(url, prompt, tokens=tokens)
+        sample = sample_probe(url, prompt, tokens=tokens, cache_salt=cache_salt)
         compare_logprobs(
             sample.logprobs, reference_logprobs(model, prompt, sample.token_ids), TOLERANCE
         )
@@ -105,6 +111,34 @@ def test_a_prompt_cached_before_the_push_is_not_stale_after(
     agrees(vllm_server.url, model, LONG, LONG)  # the second one reads the cache
     pusher.push(1, perturb(model, seed=3).named_parameters())
     agrees(vllm_server.url, model, LONG, LONG)
+
+
+def test_a_kept_cache_is_of_no_use_to_calls_of_the_new_version(
+    vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher
+) -> None:
+    pusher._engine.keep_cache = True
+    for _ in range(2):
+        agrees(vllm_server.url, model, LONG, cache_salt="0")
+    pusher.push(1, perturb(model, seed=6).named_parameters())
+    agrees(vllm_server.url, model, LONG, cache_salt="1")
+    with pytest.raises(ProbeMismatchError):  # it was kept: it is stale
+        agrees(vllm_server.url, model, LONG, cache_salt="0")
+
+
+def test_a_stream_goes_on_with_what_it_had_computed(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    pusher: WeightPusher,
+) -> None:
+    stream, reader = stopped_half_way(vllm_server, pusher, keep_cache=True)
+    begun = len(stream.tokens)
+    pusher.push(1, perturb(model, seed=7).named_parameters())
+    reader.join(60)
+    assert len(stream.tokens) == 500
+    new = reference_logprobs(model, stream.prompt, stream.tokens)
+    with pytest.raises(ProbeMismatchError):  # the weights are new, what was computed is not
+        compare_logprobs(stream.logprobs[begun:], new[begun:], TOLERANCE)
+    agrees(vllm_server.url, model, LONG, cache_salt="unknown before")
 
 
 @dataclass
@@ -145,10 +179,11 @@ class Stream:
 
 
 def stopped_half_way(
-    server: VllmServer, pusher: WeightPusher, tokens: int = 500
+    server: VllmServer, pusher: WeightPusher, tokens: int = 500, *, keep_cache: bool = False
 ) -> tuple[Stream, threading.Thread]:
     """A stream that the engine was stopped in the middle of. On a loaded machine the engine may be
     done with it before we have read that it began: then another one."""
+    pusher._engine.keep_cache = keep_cache
     for _ in range(20):
         stream = Stream()
         reader = threading.Thread(target=stream.read, args=(server, tokens))

@@ -44,7 +44,7 @@ class EngineStop(Protocol):
 
     keeps_weights: bool  # while it stands still
     drain_s: float  # how long calls may take that come in one piece, before the engine stops
-    keep_cache: bool  # over a push, of running requests
+    keep_cache: bool  # running requests go on with what earlier weights had computed
     guarded: bool  # somebody else makes it go on if this process cannot
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
@@ -71,12 +71,9 @@ class EnginePause:
     keeps_weights = True
     guarded = False
 
-    def __init__(
-        self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float, *, keep_cache: bool = False
-    ) -> None:
-        """`keep_cache`: running requests go on with what they had computed with earlier weights."""
+    def __init__(self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float) -> None:
         self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
-        self.keep_cache = keep_cache
+        self.keep_cache = False
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         with watch.stage("hold"):

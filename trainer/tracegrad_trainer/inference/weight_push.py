@@ -124,9 +124,9 @@ class WeightPusher:
             longest = HOLD_TTL_S + (timeout_s if len(urls) > 1 else 0)
             hold_ttl_s = HOLD_TTL_S if sleep else min(max(longest, timeout_s), LONGEST_HOLD_S)
         self._proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
-        self._engine: EngineStop = EnginePause(
-            self._vllm, self._proxy, drain_s, keep_cache=keep_cache
-        )
+        self._engine: EngineStop = EnginePause(self._vllm, self._proxy, drain_s)
+        # From the first push on: an earlier run may have served other weights under these numbers.
+        self._keeps_cache = keep_cache
         if sleep:
             state_dir = str(sleep.state_dir)
             guarded = GuardedEngine(urls[0], proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir)
@@ -319,6 +319,7 @@ class WeightPusher:
             raise
         self._open_gate(watch)
         self._served = new
+        self._engine.keep_cache = self._keeps_cache
         return watch.seconds
 
     def close(self) -> None:

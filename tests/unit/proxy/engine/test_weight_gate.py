@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import orjson
@@ -65,6 +65,18 @@ def test_a_stream_across_two_marks_has_exact_spans(rig: ProxyWithEngine) -> None
     assert turn.policy_versions == ((0, 12), (7, 8), (8, 11))
     assert turn.untrainable is None
     assert state(rig.http) == {"version": 8, "held": False, "in_flight": 0, "waiting": 0}
+
+
+def test_calls_share_what_is_cached_with_those_of_their_version(rig: ProxyWithEngine) -> None:
+    def ask() -> dict[str, Any]:
+        rig.client.chat.completions.create(model=MODEL, messages=HELLO)
+        return rig.engine.requests[-1]
+
+    assert "cache_salt" not in ask()
+    push(rig.http, "hold", ttl_s=60)
+    push(rig.http, "version", version=7)
+    push(rig.http, "release")
+    assert ask()["cache_salt"] == "7"
 
 
 def test_a_whole_answer_across_a_mark_has_exact_spans_too(

@@ -114,6 +114,33 @@ def test_a_failed_verification_puts_the_old_weights_back(
     assert engine.sent("/api/push/version")[-1] == {"version": 0}
 
 
+def test_a_kept_cache_is_cleared_where_a_number_is_served_again(
+    engine: SleepingEngine, checkpoint: Path
+) -> None:
+    """Calls have it as their salt, also those that other weights went on with, and those of an
+    earlier run."""
+
+    def pauses() -> list[str]:
+        found = [call for call in engine.calls if call.startswith("/pause")]
+        engine.calls.clear()
+        engine.bodies.clear()
+        return found
+
+    def verify() -> None:
+        raise ArithmeticError("off by 3 nats")
+
+    with WeightPusher(engine.url, engine.url, checkpoint=checkpoint, keep_cache=True) as pusher:
+        pusher.push(1, weights(1.0))
+        assert pauses() == [PAUSE]
+        with pytest.raises(PushError, match="version 1 is back"):
+            pusher.push(2, weights(2.0), verify)
+        assert pauses() == ["/pause keep false", PAUSE]
+        pusher.push(3, weights(3.0))
+        pauses()
+        pusher.roll_back(1, fetching({1: 1.0}))
+        assert pauses() == [PAUSE]
+
+
 def test_an_engine_without_weights_is_not_resumed(
     engine: SleepingEngine, pusher: WeightPusher
 ) -> None:
