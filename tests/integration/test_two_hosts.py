@@ -244,7 +244,8 @@ for n in range(2):
     messages = [{"role": "user", "content": "Say something."}]
     asked = {"model": "policy", "messages": messages, "max_tokens": 16}
     client.post(f"/rollouts/{task}-{n}/v1/chat/completions", json=asked).raise_for_status()
-    tell({"type": "reward", "value": float(n)}, {"type": "rollout_finished", "outcome": "completed"})
+    ended = {"type": "rollout_finished", "outcome": "completed"}
+    tell({"type": "reward", "value": float(n)}, ended)
 """
 
 

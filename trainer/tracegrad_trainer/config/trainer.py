@@ -260,8 +260,8 @@ class TrainerSettings(FileSettings):
     proxy_url: str | None = Field(
         None,
         description="base URL of a proxy that others started, in front of the same vLLM: weights"
-        " are pushed through its gate, and `trainer serve` starts none (docs/attach.md); default: where"
-        " proxy.host and proxy.port say",
+        " are pushed through its gate, and `trainer serve` starts none (docs/attach.md); default:"
+        " where proxy.host and proxy.port say",
     )
     proxy: PushedProxySettings = Field(default_factory=lambda: PushedProxySettings())
     vllm: VllmSettings

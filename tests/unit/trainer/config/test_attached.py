@@ -1,4 +1,4 @@
-"""Servers that others started: what names them, what is refused beside them, and what ranks need."""
+"""Servers that others started: what names them, what is refused, and what ranks need."""
 
 from __future__ import annotations
 
