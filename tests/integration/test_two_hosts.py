@@ -26,6 +26,7 @@ from support.trainer.char_model import save_char_model
 from support.trainer.kill_runs import fates, log_of, made, same, state_of, step_runs
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of
 from tracegrad.store import Store
+from tracegrad_trainer.launch.run_state import read_state
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -294,10 +295,11 @@ def test_ranks_push_over_the_network_to_servers_that_run_already(
 
     engine = serve_engine()
     start(serving, block("proxy"), "proxy.log", **store, **SECRETS, **ADMIN)
+    nodes = []
     for node, host in enumerate((training, serving)):
         script = block("ranks").replace("eth1", host.device)
         script = script.replace("--node-rank 0", f"--node-rank {node}")
-        start(host, script, f"node-{node}.log", **store, **SECRETS)
+        nodes.append(start(host, script, f"node-{node}.log", **store, **SECRETS))
 
     def work(task: str) -> None:
         url, key = f"http://{serving.address}:4141", ADMIN["TRACEGRAD_API_KEY"]
@@ -349,3 +351,8 @@ def test_ranks_push_over_the_network_to_servers_that_run_already(
     assert all(v.detail["gap"]["max"] < 1e-4 for v in versions if v.detail.get("gap"))
     pushed = [v.detail["seconds"] for v in versions if v.detail.get("seconds")]
     print("seconds of pushes over the network:", [round(sum(s.values()), 2) for s in pushed])
+
+    state = read_state(shared / "state", "ranks")
+    assert state is not None
+    os.kill(state["pid"], signal.SIGTERM)
+    assert [node.wait(90) for node in nodes] == [0, 0], logs()
