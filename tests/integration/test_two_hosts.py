@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,8 +22,11 @@ import pytest
 from support.proxy.servers import eventually
 from support.store import postgres_server
 from support.system import debian_packages
+from support.trainer.char_model import save_char_model
 from support.trainer.kill_runs import fates, log_of, made, same, state_of, step_runs
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of
+from tracegrad.store import Store
+from tracegrad_trainer.launch.run_state import read_state
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -203,3 +207,152 @@ def written(model: Path, state_dir: Path, url: str) -> Path:
     file = state_dir / "settings.json"
     file.write_text(settings.model_dump_json())
     return file
+
+
+# Attach mode, by the commands of docs/attach.md
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "attach.md").read_text(encoding="utf-8")
+SECRETS = {"TRACEGRAD_PROXY_CONTROL_KEY": "c" * 32}
+ADMIN = {"TRACEGRAD_API_KEY": "a" * 32}
+CPU = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+# As small as other tests' runs.
+SMALL = """
+[batches]
+groups = 1
+group_size = 2
+[optim]
+lr = 1e-2
+[fsdp]
+device = "cpu"
+threads = 1
+"""
+AGENT = """
+import sys, httpx
+url, key, task = sys.argv[1:]
+client = httpx.Client(base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=120)
+for n in range(2):
+    me = {"rollout_id": f"{task}-{n}"}
+    def tell(*events):
+        client.post("/api/events", json={"events": [e | me for e in events]}).raise_for_status()
+    tell({"type": "rollout_started", "task_id": task})
+    messages = [{"role": "user", "content": "Say something."}]
+    asked = {"model": "policy", "messages": messages, "max_tokens": 16}
+    client.post(f"/rollouts/{task}-{n}/v1/chat/completions", json=asked).raise_for_status()
+    ended = {"type": "rollout_finished", "outcome": "completed"}
+    tell({"type": "reward", "value": float(n)}, ended)
+"""
+
+
+def block(name: str) -> str:
+    """The page's, of the fence behind its mark."""
+    found = re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE, re.S)
+    assert found is not None, name
+    return found[1]
+
+
+@pytest.mark.vllm
+def test_ranks_push_over_the_network_to_servers_that_run_already(
+    hosts: list[Host], database: Database, tmp_path: Path
+) -> None:
+    serving, training = hosts
+    model = save_char_model(tmp_path / "model")
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    names = {
+        "/srv/tracegrad": str(shared),
+        "Qwen/Qwen3-0.6B": str(model),
+        "10.0.0.1": serving.address,
+        "10.0.0.2": training.address,
+        "16384": "512",
+        "--nproc-per-node 8": "--nproc-per-node 1",
+    }
+
+    def here(text: str) -> str:
+        for name, own in names.items():
+            text = text.replace(name, own)
+        return text
+
+    (shared / "tracegrad.toml").write_text(here(block("settings")) + SMALL)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    store = {"TRACEGRAD_STORE": database.url, "PATH": path}
+
+    def start(host: Host, script: str, log: str, **env: str) -> subprocess.Popen[bytes]:
+        command = ["bash", "-c", here(script)]
+        return host.start(command, tmp_path / log, **{**CPU, "PATH": path, **env})
+
+    def serve_engine() -> subprocess.Popen[bytes]:
+        # It sees nothing of what ranks write: weights can only come over the network.
+        hide = "mount -t tmpfs tmpfs /srv/tracegrad && mount -t tmpfs tmpfs /dev/shm && "
+        script = hide + "exec env " + block("vllm").strip() + " " + block("cpu")
+        return start(serving, script, "vllm.log", GLOO_SOCKET_IFNAME=serving.device)
+
+    engine = serve_engine()
+    start(serving, block("proxy"), "proxy.log", **store, **SECRETS, **ADMIN)
+    nodes = []
+    for node, host in enumerate((training, serving)):
+        script = block("ranks").replace("eth1", host.device)
+        script = script.replace("--node-rank 0", f"--node-rank {node}")
+        nodes.append(start(host, script, f"node-{node}.log", **store, **SECRETS))
+
+    def work(task: str) -> None:
+        url, key = f"http://{serving.address}:4141", ADMIN["TRACEGRAD_API_KEY"]
+        agent = [sys.executable, "-c", AGENT, url, key, task]
+        log = tmp_path / "agent.log"
+        assert training.start(agent, log).wait(150) == 0, log.read_text()[-2000:]
+
+    def served() -> int | None:
+        with Store.open(database.here) as opened:
+            return opened.current_version()
+
+    def logs() -> str:
+        return "\n".join(f"{f.name}: {f.read_text()[-2500:]}" for f in tmp_path.glob("*.log"))
+
+    def awaited(what: Callable[[], bool], within_s: float = 150) -> None:
+        try:
+            eventually(what, within_s)
+        except AssertionError as error:
+            raise AssertionError(logs()) from error
+
+    def command(*words: str) -> str:
+        done = subprocess.run(
+            ["ip", "netns", "exec", training.name, *words, f"--state-dir={shared / 'state'}"],
+            env={**os.environ, **store},
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr + logs()
+        return done.stdout
+
+    awaited(lambda: served() == 0)
+    for step in (1, 2):
+        work(f"task-{step}")
+        awaited(lambda step=step: served() == step)
+    assert command("trainer", "status").startswith("serving")
+    command("trainer", "rollback", "1", "--why", "worse", "--wait=60")
+    awaited(lambda: (served() or 0) > 2)  # the ranks begin again, under a new number
+    newest = served()
+
+    os.killpg(engine.pid, signal.SIGKILL)
+    engine.wait(30)
+    serve_engine()
+    work("after")  # waits for the weights
+    with Store.open(database.here) as opened:
+        [turn] = opened.rollout_turns("after-0")
+        versions = opened.versions()
+    assert {version for version, _ in turn.policy_versions} == {newest}
+    assert all(v.detail["gap"]["max"] < 1e-4 for v in versions if v.detail.get("gap"))
+    pushed = [v.detail["seconds"] for v in versions if v.detail.get("seconds")]
+    print("seconds of pushes over the network:", [round(sum(s.values()), 2) for s in pushed])
+
+    state = read_state(shared / "state", "ranks")
+    assert state is not None
+    os.kill(state["pid"], signal.SIGTERM)
+    assert [node.wait(90) for node in nodes] == [0, 0], logs()

@@ -334,19 +334,10 @@ class ProxySettings(FileSettings):
     @field_validator("host")
     @classmethod
     def _host_is_loopback_or_guarded(cls, value: str, info: ValidationInfo) -> str:
-        if value == "localhost":
-            return value
-        try:
-            loopback = ipaddress.ip_address(value).is_loopback
-        except ValueError:
-            raise ValueError(f"not an IP address or 'localhost': {value!r}") from None
         # An admin key that was given and is wrong is not in info.data; that is an error already.
-        if not loopback and info.data.get("admin_key", value) is None:
-            raise ValueError(
-                f"{value} is not a loopback address, and there is no admin key: anyone who"
-                " reaches the port could read and write rollouts. Set TRACEGRAD_API_KEY (make one"
-                " with: openssl rand -hex 32), or use 127.0.0.1"
-            )
+        problem = unguarded_host(value, has_admin_key=info.data.get("admin_key", value) is not None)
+        if problem is not None:
+            raise ValueError(problem)
         return value
 
     @classmethod
@@ -355,6 +346,27 @@ class ProxySettings(FileSettings):
         if not isinstance(table, dict):
             raise SettingsError(f"{SETTINGS_FILE}: [proxy] is not a table")
         return table
+
+
+def unguarded_host(host: str, *, has_admin_key: bool) -> str | None:
+    """Why a proxy may not listen there; None: it may.
+
+    Raises:
+        ValueError: it is no address.
+    """
+    if host == "localhost":
+        return None
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ValueError(f"not an IP address or 'localhost': {host!r}") from None
+    if loopback or has_admin_key:
+        return None
+    return (
+        f"{host} is not a loopback address, and there is no admin key: anyone who"
+        " reaches the port could read and write rollouts. Set TRACEGRAD_API_KEY (make one"
+        " with: openssl rand -hex 32), or use 127.0.0.1"
+    )
 
 
 def _is_address(value: str) -> bool:

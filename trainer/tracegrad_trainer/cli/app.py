@@ -61,6 +61,17 @@ def serve(
     config: Config = None,
     model: Model = None,
     state_dir: StateDir = None,
+    upstream: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="a vLLM that runs already, in place of one of ours; once for each (vllm.urls)",
+        ),
+    ] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="store URL (proxy.store); one with a password: TRACEGRAD_STORE"),
+    ] = None,
     sets: Sets = None,
     dry_run: Annotated[
         bool,
@@ -81,7 +92,10 @@ def serve(
     if not dry_run and (gpus is not None or as_json):
         option = "--json" if gpus is None else "--gpus"
         _fail(f"trainer serve: {option} goes with --dry-run; [gpus] names the GPUs to use")
-    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir))
+    named: dict[str, object] = {"proxy.store": store}
+    if upstream:
+        named["vllm.urls"] = json.dumps(upstream)
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir, **named))
     if dry_run:
         from tracegrad_trainer.cli import placement
 

@@ -57,6 +57,8 @@ def placement_line(placement: Placement) -> str:
         where = _on(placement.engine_gpus)
         return f"placement: vLLM{engines} and {trained} share {where}; vLLM sleeps during steps"
     serves, trains = _on(placement.engine_gpus), _on(placement.train_gpus)
+    if placement.attached:
+        return f"placement: {trained} on {trains}; vLLM runs already"
     return f"placement: vLLM{engines} on {serves}, {trained} on {trains}"
 
 
@@ -124,6 +126,7 @@ def placement_as_json(placement: Placement) -> Json:
         "engines": placement.engines,
         "train_gpus": placement.train_gpus,
         "shared": placement.shared,
+        "attached": placement.attached,
         "ranks": placement.ranks,
         "tensor_parallel": placement.tensor_parallel,
         "data_parallel": placement.data_parallel,

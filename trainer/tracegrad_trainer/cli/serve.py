@@ -1,5 +1,6 @@
-"""`trainer serve`: starts vLLM, the proxy, workers (who score rollouts or sample prompts again) and
-the FSDP ranks, watches them, starts those again that end, stops them together.
+"""`trainer serve`: starts vLLM and the proxy (unless they run already), workers, who score rollouts
+or sample prompts again, and the FSDP ranks; watches them, starts those again that end, stops them
+together.
 
 Nothing here touches a tensor. This process owns the order: what can be checked is checked before
 anything starts; then all start at once, since each spends its time importing. The ranks stop
@@ -25,6 +26,7 @@ from typing import IO
 from pydantic import SecretStr
 from rich.console import Console
 
+from tracegrad.proxy.config import unguarded_host
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad.urls import STORE_VARIABLE
@@ -193,7 +195,13 @@ class ServeStack:
     def start(self) -> None:
         """Raises StartError before anything runs, ChildError when a part does not come up."""
         settings = self.settings
-        self.listener = listen_for_agents(settings)
+        if settings.proxy_url is None:
+            self.listener = listen_for_agents(settings)
+        elif settings.proxy.control_key is None:
+            raise StartError(
+                "proxy_url: its proxy takes no weight push without its control key; set"
+                " TRACEGRAD_PROXY_CONTROL_KEY to the one that it was started with"
+            )
         if settings.vllm.port is not None:
             check_port_free(settings.vllm.host, settings.vllm.port, "vllm.port")
         self.lock = lock_state_folder(settings.state_dir)
@@ -224,18 +232,23 @@ class ServeStack:
         )
         delete_state(settings.state_dir, "ranks")
 
-        vllm = VllmProcess(settings.vllm, settings.gpus.vllm_gpus)
-        proxy = proxy_process(settings, self.listener.fileno())
+        # What others started is theirs to watch and to start again.
+        attached = settings.vllm.is_attached
+        vllm = [] if attached else [VllmProcess(settings.vllm, settings.gpus.vllm_gpus)]
+        listener = self.listener
+        proxy = [] if listener is None else [proxy_process(settings, listener.fileno())]
         ranks = RankProcesses(settings, resolved)
         workers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
         if settings.resample.prompts != "none":
             workers.append(resampling_process(settings, resolved))
-        self.children = [vllm, proxy, *workers, ranks]
+        self.children = [*vllm, *proxy, *workers, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
             child.start()
-        self._await(proxy, lambda: is_responding(settings.url, "/healthz"))
-        self._await(vllm, lambda: is_responding(settings.vllm.url, "/health"))
+        for one in proxy:
+            self._await(one, lambda: is_responding(settings.url, "/healthz"))
+        for engine in vllm:
+            self._await(engine, lambda: is_responding(settings.vllm.url, "/health"))
         for worker in workers:
             self._await(worker, partial(self._works, worker))
         self._await(ranks, self._ranks_serve)
@@ -346,8 +359,9 @@ class ServeStack:
 
 
 def with_control_key(settings: TrainerSettings) -> TrainerSettings:
-    """The settings with a key for weight pushes that nobody else knows, unless they have one."""
-    if settings.proxy.control_key is not None:
+    """The settings with a key for weight pushes that nobody else knows, unless they have one, or
+    the proxy is another's, and has its own."""
+    if settings.proxy.control_key is not None or settings.proxy_url is not None:
         return settings
     key = {"control_key": SecretStr(secrets.token_hex(32))}
     return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
@@ -355,6 +369,9 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
 
 def listen_for_agents(settings: TrainerSettings) -> socket.socket:
     """The port that agents call, ours or an init system's. Raises StartError."""
+    has_admin_key = settings.proxy.admin_key is not None
+    if problem := unguarded_host(settings.proxy.host, has_admin_key=has_admin_key):
+        raise StartError(f"proxy.host: {problem}")
     field = "proxy.port"
     another = f"stop what listens there or take another (--set {field}=...)"
     try:
@@ -396,13 +413,10 @@ def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
 def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
     """The worker that samples live prompts again, through our proxy."""
     command = [sys.executable, "-m", "tracegrad_trainer.resampling.worker", str(resolved)]
-    env = {
-        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
-        "TRACEGRAD_URL": settings.url,
-        "TRACEGRAD_API_KEY": "",
-    }
-    if settings.proxy.admin_key is not None:
-        env["TRACEGRAD_API_KEY"] = settings.proxy.admin_key.get_secret_value()
+    env = {STORE_VARIABLE: settings.proxy.store.get_secret_value(), "TRACEGRAD_URL": settings.url}
+    if settings.proxy_url is None:  # of another's proxy the key is in our environment, if anywhere
+        key = settings.proxy.admin_key
+        env["TRACEGRAD_API_KEY"] = "" if key is None else key.get_secret_value()
     return ChildProcess(RESAMPLING, command, log=settings.logs / "resampling.log", env=env, nice=5)
 
 
@@ -412,7 +426,8 @@ def plan_placement(settings: TrainerSettings) -> Placement:
         placement = plan_serve(settings)
     except ValueError as error:
         raise StartError(str(error)) from None
-    if not placement.gpus and not settings.vllm.on_cpu and find_spec("vllm") is not None:
+    ours = not settings.vllm.is_attached
+    if not placement.gpus and ours and not settings.vllm.on_cpu and find_spec("vllm") is not None:
         seen = os.environ.get(VISIBLE)
         given = "" if seen is None else f" ({VISIBLE} = {seen!r})"
         raise StartError(

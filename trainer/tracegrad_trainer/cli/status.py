@@ -72,7 +72,7 @@ class RunStatus:
 
 _DROPPED = ("stale", OVER_SAMPLED)
 _LAG_SHARE = "lag_share_"
-_STAGES = {"trainer step": "stepping"}
+_STAGES = {"trainer step": "stepping", "torchrun": "serving"}
 
 
 def collect_status(

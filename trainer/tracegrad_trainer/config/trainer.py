@@ -18,12 +18,20 @@ import json
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import SettingsConfigDict
 
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
 from tracegrad.events import Json
-from tracegrad.proxy.config import ProxySettings, SecretUrl
+from tracegrad.proxy.config import ProxySettings, SecretUrl, unguarded_host
 from tracegrad.settings_sources import (
     FileSettings,
     SettingsError,
@@ -38,7 +46,7 @@ from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.config.resample import ResampleSettings, check_resampling
 from tracegrad_trainer.config.served_adapter import why_not_served
-from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
+from tracegrad_trainer.config.vllm import VllmSettings, engine_base_urls, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.guards.config import GuardSettings
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
@@ -141,10 +149,18 @@ class PushSettings(BaseModel):
     @field_validator("engines")
     @classmethod
     def _engines_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not url.startswith(("http://", "https://", "unix://")) or "," in url:
-                raise ValueError(f"{url!r} is no base URL: write it as http://HOST:PORT")
-        return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
+        return engine_base_urls(urls)
+
+
+class PushedProxySettings(ProxySettings):
+    """The proxy as a trainer sees it. Whether its host needs an admin key is for whoever opens the
+    port: ranks have no such key."""
+
+    @field_validator("host")
+    @classmethod
+    def _host_is_loopback_or_guarded(cls, value: str, info: ValidationInfo) -> str:
+        unguarded_host(value, has_admin_key=True)
+        return value
 
 
 class TrainerSettings(FileSettings):
@@ -179,7 +195,13 @@ class TrainerSettings(FileSettings):
         " more is started again, so many times in a row with nothing achieved between them: a"
         " minute of service, or a step of the ranks; 0: its first end ends the run",
     )
-    proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
+    proxy_url: str | None = Field(
+        None,
+        description="base URL of a proxy that others started, in front of the same vLLM: weights"
+        " are pushed through its gate, and `trainer serve` starts none (docs/attach.md); default:"
+        " where proxy.host and proxy.port say",
+    )
+    proxy: PushedProxySettings = Field(default_factory=lambda: PushedProxySettings())
     vllm: VllmSettings
     gpus: GpuSettings = GpuSettings()
     data: DataSettings = DataSettings()
@@ -218,6 +240,13 @@ class TrainerSettings(FileSettings):
                 " download it again"
             )
         return path.resolve()
+
+    @field_validator("proxy_url")
+    @classmethod
+    def _proxy_url_is_a_base_url(cls, url: str | None) -> str | None:
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no base URL: write it as http://HOST:PORT")
+        return None if url is None else url.rstrip("/").removesuffix("/v1")
 
     @field_validator("state_dir")
     @classmethod
@@ -375,8 +404,33 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _attached_engines_are_all(self) -> Self:
+        vllm = self.vllm
+        if not vllm.urls:
+            return self
+        if vllm.port is not None:
+            raise ValueError(
+                "vllm.port is of a vLLM that is started here, and vllm.urls names servers that run"
+                " already: leave one of them out"
+            )
+        if self.push.engines:
+            raise ValueError(
+                "push.engines are beside a vLLM that is started here, and vllm.urls names servers"
+                " that run already: name all of them in vllm.urls"
+            )
+        for name in ("share", "vllm"):
+            if getattr(self.gpus, name):
+                raise ValueError(
+                    f"gpus.{name}: vllm.urls names servers that run already, and where they run is"
+                    " not decided here: leave one of them out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _engines_are_told_apart(self) -> Self:
         if len(set(self.engine_urls)) < len(self.engine_urls):
+            if self.vllm.urls:
+                raise ValueError("vllm.urls: names an engine twice: leave it out")
             raise ValueError("push.engines: names an engine twice, or our own vLLM: leave it out")
         if self.push.engines and self.gpus.share:
             raise ValueError(
@@ -439,11 +493,13 @@ class TrainerSettings(FileSettings):
     @property
     def engine_urls(self) -> tuple[str, ...]:
         """Of all that serve the policy, our own vLLM first."""
-        return (self.vllm.url, *self.push.engines)
+        return self.vllm.urls or (self.vllm.url, *self.push.engines)
 
     @property
     def url(self) -> str:
         """The proxy's base URL."""
+        if self.proxy_url is not None:
+            return self.proxy_url
         host = f"[{self.proxy.host}]" if ":" in self.proxy.host else self.proxy.host
         return f"http://{host}:{self.proxy.port}"
 
@@ -520,7 +576,9 @@ def merged_reason(settings: TrainerSettings) -> str | None:
     )
 
 
-def with_sleep(vllm: VllmSettings, proxy: ProxySettings) -> tuple[VllmSettings, ProxySettings]:
+def with_sleep(
+    vllm: VllmSettings, proxy: PushedProxySettings
+) -> tuple[VllmSettings, PushedProxySettings]:
     """Both as `gpus.share` needs them, also where it is chosen after these settings were read: an
     engine that sleeps is silent for a whole step, and calls wait for it."""
     for name in ("read_timeout_s", "max_wait_s"):  # of calls that run, and of those that come

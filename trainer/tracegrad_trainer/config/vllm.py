@@ -60,6 +60,12 @@ class VllmSettings(BaseModel):
         " replace its weights",
     )
     host: str = Field("127.0.0.1", description="loopback address of the TCP port")
+    urls: tuple[str, ...] = Field(
+        (),
+        description="base URLs, or unix:///PATH, of vLLM servers that others started: they serve"
+        " the policy in place of one that `trainer serve` starts (docs/attach.md); as flags:"
+        " --upstream URL, once for each",
+    )
     api_key: SecretStr | None = Field(
         default_factory=lambda: os.environ.get(ENGINE_KEY_VARIABLE) or None,
         validate_default=True,
@@ -156,9 +162,27 @@ class VllmSettings(BaseModel):
             raise ValueError(f"host: {host} is not a loopback address; use 127.0.0.1")
         return host
 
+    @field_validator("urls", mode="before")
+    @classmethod
+    def _one_url_or_more(cls, urls: object) -> object:
+        return urls.split(",") if isinstance(urls, str) else urls
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        return engine_base_urls(urls)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether it runs already, and others start it again."""
+        return bool(self.urls)
+
     @property
     def url(self) -> str:
-        """`unix:///path` of its socket, or its base URL."""
+        """`unix:///path` of its socket, or its base URL; of several that others started, the
+        first's."""
+        if self.urls:
+            return self.urls[0]
         if self.port is None:
             return f"unix://{self.socket}"
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -305,6 +329,14 @@ class VllmSettings(BaseModel):
         the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
         alone = (self.tensor_parallel or 1) * (self.data_parallel or 1) == 1
         return self.on_cpu and self.threads == 1 and alone
+
+
+def engine_base_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """Without the /v1 that people paste along. Raises ValueError: names the one that is no URL."""
+    for url in urls:
+        if not url.startswith(("http://", "https://", "unix:///")) or "," in url:
+            raise ValueError(f"{url!r} is no base URL: write it as http://HOST:PORT")
+    return tuple(url.rstrip("/").removesuffix("/v1") for url in urls)
 
 
 def serves_fp8(settings: Mapping[str, Any]) -> bool:

@@ -1,5 +1,6 @@
-"""What engines that others started (`push.engines`) must have been started with, asked of each
-before anything is pushed. vLLM 0.32 tells its configuration where its routes for pushes are."""
+"""What engines that others started (`vllm.urls`, `push.engines`) must have been started with, asked
+of each before anything is pushed. vLLM 0.32 tells its configuration where its routes for pushes
+are."""
 
 from __future__ import annotations
 
@@ -13,13 +14,18 @@ from tracegrad_trainer.utils.network import http_client
 _TIMEOUT_S = 30.0
 
 
-def check_engines(urls: tuple[str, ...], ours: VllmSettings) -> None:
-    """Raises ValueError: one of them takes no pushes of ours, or what it samples could not be
-    trained on; names it, and the option that it needs."""
+def check_engines(urls: tuple[str, ...], ours: VllmSettings, field: str = "push.engines") -> None:
+    """`field`: the setting that names them.
+
+    Raises ValueError: one of them takes no pushes of ours, or what it samples could not be trained
+    on; names it, and the option that it needs."""
     for url in urls:
-        config = _config_of(url)
+        try:
+            config = _config_of(url)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
         if needed := None if config is None else missing_options(config, ours):
-            raise ValueError(f"push.engines: {url}: start it with {', '.join(needed)}")
+            raise ValueError(f"{field}: {url}: start it with {', '.join(needed)}")
 
 
 def missing_options(config: dict[str, Any], ours: VllmSettings) -> list[str]:
@@ -57,5 +63,5 @@ def _config_of(url: str) -> dict[str, Any] | None:
             answer.raise_for_status()
             config = answer.json()["vllm_config"]
     except (httpx.HTTPError, ValueError, KeyError) as error:
-        raise ValueError(f"push.engines: {url}/server_info does not answer: {error}") from error
+        raise ValueError(f"{url}/server_info does not answer: {error}") from error
     return config if isinstance(config, dict) else None

@@ -108,7 +108,7 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
                 f"vllm.extra_args: GPUs and their memory are planned by {option}, which no plan"
                 f" sees there: {instead}leave it out"
             )
-    on_gpu = gpus > 0 and not vllm.on_cpu
+    on_gpu = gpus > 0 and not vllm.on_cpu and not vllm.is_attached
     kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
     return PlacementRequest(
         vllm=asked.vllm_gpus,
@@ -122,7 +122,8 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
         max_num_seqs=vllm.sequences,
         sleep_level=asked.sleep_level,
         rank_multiple=settings.fsdp.rank_multiple,
-        engine_on_gpu=gpus > 0 and not vllm.on_cpu,
+        engine_here=not vllm.is_attached,
+        engine_on_gpu=on_gpu,
         train_on_gpu=gpus > 0 and settings.fsdp.device != "cpu",
     )
 

@@ -92,6 +92,7 @@ class Placement:
     host: Mapping[str, int]
     host_free: int
     pushed: int  # bytes of the files of a weight push, of two versions
+    attached: bool  # vLLM runs already: none of this is its
     reasons: tuple[str, ...]
 
     @property
@@ -241,6 +242,7 @@ def _assemble(
         host=_host_parts(sizes, request, split, (ranks, size, copies)),
         host_free=machine.host,
         pushed=sizes.pushed,
+        attached=not request.engine_here,
         reasons=tuple(placement_reasons(machine, sizes, request, split, layout)),
     )
 
@@ -290,6 +292,7 @@ def _host_parts(
     """`sized`: ranks, tensor_parallel, data_parallel. What has no GPU is here as well."""
     ranks, size, copies = sized
     rank = sizes.ranks[ranks]
+    copies = copies if request.engine_here else 0
     parts = {
         "processes": PROCESS * (ranks + size * copies),
         "loading or a checkpoint's copy": ranks * rank.host,
@@ -302,7 +305,7 @@ def _host_parts(
         parts["activations"] = ranks * rank.activations
     elif rank.offloaded:
         parts["offloaded state"] = ranks * rank.state
-    if not split.engine:
+    if not split.engine and copies:
         parts["served weights"] = copies * sizes.served
         parts["KV cache"] = size * copies * (request.kv_cache_bytes or 0)
     elif split.shared:  # vLLM 0.32 keeps its graphs' memory there at either level

@@ -83,6 +83,7 @@ class PlacementRequest:
     max_num_seqs: int = 256
     sleep_level: int = 2
     rank_multiple: int = 1  # how many ranks there are is a multiple of it
+    engine_here: bool = True  # False: vLLM runs already, and nothing is planned for it
     engine_on_gpu: bool = True
     train_on_gpu: bool = True
 

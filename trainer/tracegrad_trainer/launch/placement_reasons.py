@@ -44,6 +44,9 @@ def placement_reasons(
 
 def _who_is_where(machine: Machine, request: PlacementRequest, split: Split) -> str:
     train, ranks = len(split.train), request.ranks
+    if not request.engine_here:
+        where = f"{train} of {len(machine.gpus)} GPUs train" if train else "the CPU trains"
+        return f"vLLM runs already (vllm.urls), and takes nothing that is planned here: {where}"
     if not split.train and not split.engine:
         why = (
             "this machine has no GPU" if not machine.gpus else "vllm.device and fsdp.device say so"

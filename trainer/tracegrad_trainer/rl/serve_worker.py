@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Literal
 
 from tracegrad.events import Json
@@ -23,10 +24,11 @@ from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
 from tracegrad_trainer.launch.run_state import ROLLED_BACK
 from tracegrad_trainer.promotion.version_control import TrainingRolledBack, VersionControl
 from tracegrad_trainer.rl.committed_checkpoint import checkpoint_of_step
+from tracegrad_trainer.rl.own_launcher import check_start, exit_code, is_own_launcher, journal
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
-from tracegrad_trainer.utils.distributed import run_on_rank_zero
+from tracegrad_trainer.utils.distributed import launch_rank, run_on_rank_zero
 from tracegrad_trainer.utils.subprocesses import is_responding
 
 # Run with -m, where __name__ is "__main__".
@@ -49,6 +51,7 @@ class ServeWorker:
         if self.control is not None:
             self.publisher.await_room = self.control.await_room
             stack.callback(self.control.close)  # before the pusher is closed
+        self.starts_again = False  # from a version that was returned to, once this run is over
         self.serves = False  # whether a push of ours is served
         self.failed_pushes = 0  # in a row
 
@@ -76,6 +79,7 @@ class ServeWorker:
             with suppress(CheckpointError):
                 self.training.pending.await_written()  # its threads may be in a collective
             self.training.report_stage(ROLLED_BACK, pending=[])
+            self.starts_again = True
         else:
             self.training.report_stage("stopped")
 
@@ -113,16 +117,20 @@ class ServeWorker:
         """Once they answer: whether they are what we train for. Raises ValueError."""
         self._await_endpoints()
         if not self.stopping():
-            check_engines(self.settings.push.engines, self.settings.vllm)
+            vllm = self.settings.vllm
+            check_engines(vllm.urls, vllm, "vllm.urls")
+            check_engines(self.settings.push.engines, vllm)
             check_served_tokenizer(self.settings)
 
     def _await_endpoints(self) -> None:
         """Until vLLM and the proxy answer; `trainer serve` starts them again, and ends us if they
         cannot."""
+        first, *others = self.settings.engine_urls
+        ours = first if self.settings.vllm.is_attached else "vLLM"
         probes = {
-            "vLLM": (self.settings.vllm.url, "/health"),
+            ours: (first, "/health"),
             "the proxy": (self.settings.url, "/healthz"),
-            **{url: (url, "/health") for url in self.settings.push.engines},
+            **{url: (url, "/health") for url in others},
         }
         while not self.stopping():
             missing = [name for name, probe in probes.items() if not is_responding(*probe)]
@@ -213,14 +221,28 @@ class ServeWorker:
             training.sinks.pushed(version)
 
 
-def run_serve_rank(settings: TrainerSettings, stack: ExitStack, stop: StopFlag) -> None:
-    worker = ServeWorker(settings, stack, stop)
-    worker.run()
+class ServeRank:
+    """One rank's run, by the settings in `settings_file`."""
+
+    def __init__(self, settings_file: Path) -> None:
+        self.settings_file = settings_file
+        self.starts_again = False
+
+    def run(self, settings: TrainerSettings, stack: ExitStack, stop: StopFlag) -> None:
+        by_hand = is_own_launcher(settings, self.settings_file)
+        if by_hand and launch_rank() == 0:
+            check_start(settings)
+        worker = ServeWorker(settings, stack, stop)
+        if by_hand and worker.training.store is not None:
+            stack.enter_context(journal(settings, worker.training.store))
+        worker.run()
+        self.starts_again = worker.starts_again
 
 
 def main(arguments: list[str]) -> int:
-    """`python -m tracegrad_trainer.rl.serve_worker SETTINGS.json`, under torchrun."""
-    return run_rank(arguments[0], run_serve_rank)
+    """`python -m tracegrad_trainer.rl.serve_worker SETTINGS`, JSON or TOML, under torchrun."""
+    rank = ServeRank(Path(arguments[0]))
+    return run_rank(arguments[0], rank.run) or exit_code(starts_again=rank.starts_again)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from tracegrad_trainer.rl.coordinator import (
 )
 from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
+from tracegrad_trainer.utils.shared_folder import check_shared_folder
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class TrainLoop:
         self.hold: Callable[[], str | None] = lambda: None
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
+        check_shared_folder(settings.state_dir, "state_dir")  # each writes its part of checkpoints
         seed_all(settings.seed + dist.get_rank())
         self.coordinator: Coordinator | None = None
         self.store: Store | None = None
