@@ -12,6 +12,7 @@ import pytest
 from support.cli.run_rollouts import printed
 from support.cli.sample_rollouts import trained_samples
 from support.cli.timed_rollouts import timed_samples
+from support.cli.tried_rollouts import tried_samples
 from tracegrad.store import Store
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "rollouts.md"
@@ -40,18 +41,22 @@ def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_every_command_is_shown() -> None:
     assert {command.split()[0] for command, _ in COMMANDS} == {
-        *("ls", "show", "tree", "explain", "time")
+        *("ls", "show", "tree", "explain", "time", "pass")
     }
 
 
 @pytest.mark.usefixtures("utc")
 def test_it_prints_what_stands_there(sqlite_url: str, tmp_path: Path) -> None:
     timed_url = f"sqlite:///{tmp_path}/timed.db"
+    tried_url = f"sqlite:///{tmp_path}/tried.db"
     with Store.open(sqlite_url) as store, Store.open(timed_url) as timed:
         trained_samples(store)
         timed_samples(timed)
+    with Store.open(tried_url) as tried:
+        tried_samples(tried)
+    urls = {"time": timed_url, "pass": tried_url}
     for command, lines in COMMANDS:
-        url = timed_url if command.startswith("time") else sqlite_url
+        url = urls.get(command.split()[0], sqlite_url)
         text = printed(url, *command.split())
         found = [_AGE.sub(" AGE ", line) for line in text.split("\n")]
         at = 0

@@ -1,4 +1,4 @@
-"""`tracegrad rollouts ls | show | tree | explain | time`."""
+"""`tracegrad rollouts ls | show | tree | explain | time | pass`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tracegrad.cli.render.explanation import (
 )
 from tracegrad.cli.render.format import one_line
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
+from tracegrad.cli.render.pass_rates import pass_rate_json, render_pass_rates
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
 from tracegrad.cli.render.rollout_list import render_rollouts
 from tracegrad.cli.render.rollout_time import render_time, render_times, time_json, times_json
@@ -30,8 +31,10 @@ from tracegrad.cli.store_option import (
     open_store,
     print_json,
 )
+from tracegrad.inspect.pass_rates import pass_rates, useful_ks
 from tracegrad.inspect.rollout_time import time_of
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
+from tracegrad.store.read.attempts import Attempt, iterate_attempts
 from tracegrad.store.read.reason_counts import count_reasons
 from tracegrad.store.read.rollout_moments import find_moments, load_moments
 from tracegrad.store.read.rollouts import (
@@ -254,3 +257,79 @@ def _time_one(store: str | None, rollout: str, *, as_json: bool) -> None:
     screen = Terminal()
     title = Text.assemble(("rollout ", "dim"), (one_line(time.rollout_id), "bold cyan"))
     screen.print(render_time(time, title, screen.width))
+
+
+# Least reward of an attempt that solved its task, as the trainer's guards have it.
+SOLVED_FROM = 0.5
+_BY = ("version", "task", "agent")
+_UNNAMED = "(none)"
+
+
+@app.command("pass")
+@with_rollout_filter
+def pass_command(
+    store: StoreOption = None,
+    which: RolloutFilter = ALL,
+    by: Annotated[
+        str, typer.Option(metavar="WHAT", help="version, task, agent or tag:KEY.")
+    ] = "version",
+    k: Annotated[
+        str | None,
+        typer.Option(metavar="K,K", help="Attempts of pass@k; default: 1, 4 and 8, where made."),
+    ] = None,
+    success: Annotated[
+        float, typer.Option(help="Least reward of an attempt that succeeded.")
+    ] = SOLVED_FROM,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """Say how often attempts succeed: pass@k, rewards, tokens a success.
+
+    Of rollouts that ended by their own doing. What nobody rewarded is unknown, and in no figure.
+    """
+    kind, _, tag = by.partition(":")
+    if not (by in _BY or (kind == "tag" and tag)):
+        raise typer.BadParameter(f"{by!r}; use {', '.join(_BY)} or tag:KEY", param_hint="--by")
+    wanted = _ks(k)
+
+    def name_of(attempt: Attempt) -> str | int | None:
+        if by == "version":
+            return attempt.version
+        if by == "task":
+            return attempt.task_id
+        return attempt.agent if by == "agent" else attempt.tag
+
+    with open_store(store) as opened, opened.reading() as connection:
+        attempts = iterate_attempts(connection, which, tag=tag or None)
+        found = pass_rates(attempts, name_of, success=success)
+    ks = useful_ks(found.values(), wanted)
+    names = sorted(found, key=lambda name: (name is None, _order(name, found[name].attempts)))
+    if as_json:
+        print_json([pass_rate_json(name, found[name], by, ks) for name in names])
+        return
+    screen = Terminal()
+    if not found:
+        screen.print([_none(which)])
+        return
+    shown = {_UNNAMED if name is None else str(name): found[name] for name in names[:limit]}
+    lines = render_pass_rates(shown, by, ks, screen.width)
+    if len(names) > limit:
+        lines.append(Text(f"… and {len(names) - limit} more (--limit)", style="dim"))
+    screen.print(lines)
+
+
+def _order(name: str | int | None, attempts: int) -> tuple[int, str]:
+    """The newest version, or else what was tried most, first."""
+    return (-name, "") if isinstance(name, int) else (-attempts, name or "")
+
+
+def _ks(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise typer.BadParameter(f"{text!r}; write whole numbers, such as 1,4,8", param_hint="--k")
+    return found

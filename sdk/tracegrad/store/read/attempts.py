@@ -1,0 +1,57 @@
+"""Rollouts as attempts at their tasks: how each ended, and which version made it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, and_, func, literal, select
+
+from tracegrad.store.expressions import SCORED_OUTCOMES, has_turns, latest_reward
+from tracegrad.store.filters import RolloutFilter
+from tracegrad.store.models import Rollouts, RolloutTags, Turns
+
+_AT_ONCE = 2_000  # rows in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """`reward` None: nobody said. `version`: the newest policy version that sampled any turn's last
+    token; None: none is known. `tag`: the value of the tag that was asked for."""
+
+    rollout_id: str
+    task_id: str | None
+    agent: str | None
+    reward: float | None
+    version: int | None
+    completion_tokens: int
+    tag: str | None
+
+
+def iterate_attempts(
+    connection: Connection, wanted: RolloutFilter, *, tag: str | None = None
+) -> Iterator[Attempt]:
+    """Those with turns that ended and say something of the policy, the oldest first."""
+    per_rollout = Turns.rollout_id == Rollouts.rollout_id
+    query = (
+        select(
+            Rollouts.rollout_id,
+            Rollouts.task_id,
+            Rollouts.agent,
+            latest_reward(),
+            select(func.max(Turns.last_version)).where(per_rollout).scalar_subquery(),
+            select(func.coalesce(func.sum(Turns.completion_tokens), 0))
+            .where(per_rollout)
+            .scalar_subquery(),
+            literal(None) if tag is None else RolloutTags.value,
+        )
+        .where(Rollouts.outcome.in_(SCORED_OUTCOMES), has_turns(), wanted.where())
+        .order_by(Rollouts.opened_at, Rollouts.rollout_id)
+    )
+    if tag is not None:
+        of_tag = and_(RolloutTags.rollout_id == Rollouts.rollout_id, RolloutTags.key == tag)
+        query = query.outerjoin(RolloutTags, of_tag)
+    rows = connection.execution_options(yield_per=_AT_ONCE).execute(query)
+    for rollout_id, task_id, agent, reward, version, tokens, value in rows:
+        # PostgreSQL's sum is a decimal.
+        yield Attempt(rollout_id, task_id, agent, reward, version, int(tokens), value)
