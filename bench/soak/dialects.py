@@ -489,9 +489,10 @@ class _GeminiStream:
         for candidate in event.get("candidates", ()):
             self._finished |= "finishReason" in candidate
             for part in candidate.get("content", {}).get("parts", ()):
-                came = True
                 self._text += part.get("text", "")
-                if call := part.get("functionCall"):
+                call = part.get("functionCall")
+                came |= bool(part.get("text") or call)
+                if call:
                     arguments = json.dumps(call.get("args", {}))
                     self._calls.append(ToolCall(call.get("id", ""), call["name"], arguments))
         return came

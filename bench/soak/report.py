@@ -16,7 +16,7 @@ from bench.proxy.machine import description
 from bench.soak.dialects import DIALECTS
 from bench.soak.run import SETTINGS, WORKERS, Outcome
 from bench.soak.sampler import OURS
-from bench.soak.traffic import Call
+from bench.soak.traffic import ODD, Call
 from bench.soak.verdicts import DRIFTS, Thirds, Verdict, percent, times
 from bench.tables import markdown, number
 
@@ -27,8 +27,8 @@ _HEAD = f"""# Soak
 The shop of `make demo` is trained without a pause (`trainer serve`: vLLM, a proxy of {WORKERS}
 workers, two ranks), paced by the proxy's intake. Beside it people chat in all five dialects:
 conversations of one to three turns arrive at random at a steady rate and wait for nobody, half of
-them streamed, half with tools, named by path, by header or not at all; one in twenty hangs up in
-the middle of a stream, one in twenty sends something malformed and must get a 4xx. Nobody trains on
+them streamed, half with tools, named by path, by header or not at all; one in {ODD} hangs up in the
+middle of a stream, one in {ODD} sends something malformed and must get a 4xx. Nobody trains on
 them. A call's latency counts from when it was meant to start. The store is SQLite: the default,
 whose write-ahead log is one more thing that can grow ([kills](bench-kills.md) has PostgreSQL).
 Where the demo differs: {", ".join(f"`{name} = {value}`" for name, value in SETTINGS.items())}.

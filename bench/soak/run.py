@@ -192,6 +192,8 @@ def turns_of(store: Store, answers: Sequence[str]) -> dict[str, float]:
     }
 
 
+# vLLM says so of every request that it refuses, as it must some of the background's.
+_REFUSED = "Exception caught. Request id"
 _COMPLAINT = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback|\bnever awaited\b")
 
 
@@ -200,5 +202,9 @@ def complaints(state_dir: Path) -> list[str]:
     found = []
     for log in sorted((state_dir / "logs").glob("*.log")):
         lines = log.read_text(errors="replace").splitlines()
-        found += [f"{log.name}: {line[:200]}" for line in lines if _COMPLAINT.search(line)]
+        found += [f"{log.name}: {line[:200]}" for line in lines if _is_complaint(line)]
     return found
+
+
+def _is_complaint(line: str) -> bool:
+    return _COMPLAINT.search(line) is not None and _REFUSED not in line

@@ -29,7 +29,9 @@ from bench.soak.dialects import DIALECTS, Conversation, Dialect, Reply, WrongAns
 Kind = Literal["whole", "stream", "hang_up", "malformed"]
 
 TURNS = 3  # of a conversation, at most
-HANG_UP, MALFORMED = 0.05, 0.05  # shares of conversations
+# Of so many conversations one hangs up and one is malformed; no multiple of how many dialects there
+# are, so that each has its turn.
+ODD = 21
 THINK_S = 1.0  # mean time between an answer and the next call of its conversation
 CALL_LIMIT_S = 120.0
 STOP_S = 150.0
@@ -95,17 +97,16 @@ class Traffic:
 
     async def _conversation(self, number: int, due: float) -> None:
         dialect = DIALECTS[number % len(DIALECTS)]
-        chance = self._random.random()
         talk = Conversation(
             tools=dialect.name != "completions" and self._random.random() < 0.5,
             by_reference=self._random.random() < 0.5,
         )
         talk.messages.append(f"{self._random.choice(_QUESTIONS)} ({number})")
         prefix, headers = self._named(number)
-        if chance < MALFORMED:
+        if number % ODD == ODD // 2:
             await self._malformed(dialect, prefix, headers, due)
             return
-        hang_up = chance < MALFORMED + HANG_UP
+        hang_up = number % ODD == ODD - 1
         for turn in range(1, self._random.randint(1, TURNS) + 1):
             kind: Kind = "stream" if self._random.random() < 0.5 else "whole"
             kind = "hang_up" if hang_up else kind
