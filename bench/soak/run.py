@@ -192,19 +192,22 @@ def turns_of(store: Store, answers: Sequence[str]) -> dict[str, float]:
     }
 
 
-# vLLM says so of every request that it refuses, as it must some of the background's.
-_REFUSED = "Exception caught. Request id"
 _COMPLAINT = re.compile(r"\b(ERROR|CRITICAL)\b|^Traceback|\bnever awaited\b")
+# vLLM says so of each request that it refuses, as it must some of the background's; and its server,
+# as it stops, of the engine that stops with it.
+_REFUSED = re.compile(r"\[(exception|validation)\.py:\d+\]")
+_STOPPING = "[shutdown]"
 
 
 def complaints(state_dir: Path) -> list[str]:
     """Lines of the run's logs that speak of errors."""
     found = []
     for log in sorted((state_dir / "logs").glob("*.log")):
-        lines = log.read_text(errors="replace").splitlines()
-        found += [f"{log.name}: {line[:200]}" for line in lines if _is_complaint(line)]
+        text = log.read_text(errors="replace")
+        lines = (text.partition(_STOPPING)[0] if log.name == "vllm.log" else text).splitlines()
+        found += [
+            f"{log.name}: {line[:200]}"
+            for line in lines
+            if _COMPLAINT.search(line) and not _REFUSED.search(line)
+        ]
     return found
-
-
-def _is_complaint(line: str) -> bool:
-    return _COMPLAINT.search(line) is not None and _REFUSED not in line

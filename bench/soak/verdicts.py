@@ -22,7 +22,7 @@ HANDLES = 2.0
 # Last third over middle third: of one dialect, where 15 figures are looked at, with a confidence
 # of 99 %, and of all calls together, which must be known well enough to say something.
 DRIFT, CONFIDENCE = 1.15, 0.99
-POOLED = 1.25
+POOLED = 1.5
 CPU_DRIFT = 1.25
 REWARD_LOSS = 0.02
 RISE = 0.3
