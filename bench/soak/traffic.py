@@ -31,7 +31,7 @@ Kind = Literal["whole", "stream", "hang_up", "malformed"]
 TURNS = 3  # of a conversation, at most
 # Of so many conversations one hangs up and one is malformed; no multiple of how many dialects there
 # are, so that each has its turn.
-ODD = 21
+ODD = 11
 THINK_S = 1.0  # mean time between an answer and the next call of its conversation
 CALL_LIMIT_S = 120.0
 STOP_S = 150.0
