@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills gpu-check controls check install \
+.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills soak gpu-check controls check install \
 	install-dev lock
 
 install:  ## what the demo needs
@@ -45,6 +45,9 @@ bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop an
 
 bench-kills: install-dev  ## the demo's task while its processes are killed, 105 times; writes docs/bench-kills.md
 	@exec $(BIN)/python -m bench.kills
+
+soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
+	@exec $(BIN)/python -m bench.soak
 
 gpu-check: install  ## where a GPU is at hand: kernels, speed, memory, checkpoints, serving; goes on where it stopped; writes docs/gpu-check.md
 	@exec $(BIN)/python -m bench.gpu_check

@@ -92,7 +92,7 @@ def _run(
 async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed: int) -> Outcome:
     drive, tasks = import_module("examples.shop.drive"), import_module("examples.shop.tasks")
     exam = tasks.exam("held_out", EXAM_TASKS)
-    with _counted() as calls:
+    with counted() as calls:
         before = await drive.evaluate(exam, 0.0, "held_out")
         began = time.monotonic()
         killer.start()
@@ -131,7 +131,7 @@ async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed:
 
 
 @contextmanager
-def _counted() -> Iterator[Calls]:
+def counted() -> Iterator[Calls]:
     """What the shop's agents get from their client."""
     agent = import_module("examples.shop.agent")
     completions, calls = agent.client.chat.completions, Calls()

@@ -21,6 +21,7 @@ from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Calle
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_attribution import TraceIndex
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
+from tracegrad.proxy.capture.call_index import MOST_REMEMBERED
 from tracegrad.proxy.capture.recorder import EventWriter, Recorder
 from tracegrad.proxy.capture.redaction import Redactor, load_hooks
 from tracegrad.proxy.capture.retry_cache import RetryCache
@@ -69,6 +70,7 @@ from tracegrad.urls import masked
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
 KEEPALIVE_S = 15.0
+_CALLS_A_MIB = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,8 @@ def create_app(
     continuation = PromptReuse(
         store, limit_bytes=settings.cache_mib << 20, text=text, others=others
     )
+    # Whoever gives little to the cache has little for what else is kept of calls.
+    remembered = min(MOST_REMEMBERED, _CALLS_A_MIB * settings.cache_mib)
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
     recorder = Recorder(
         writer,
@@ -127,6 +131,7 @@ def create_app(
         patience_s=patience_s,
         others=others,
         metrics=metrics,
+        remembered=remembered,
     )
     admin = settings.admin_key
     control, scraping = settings.control_key, settings.metrics_key

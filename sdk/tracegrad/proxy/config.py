@@ -141,7 +141,12 @@ class ProxySettings(FileSettings):
         description="rollouts that begin behind an expert's turns, for POST /api/anchors/next;"
         " a table of its own, [proxy.anchors]",
     )
-    cache_mib: int = Field(256, ge=1, description="memory for recent turns, in MiB")
+    cache_mib: int = Field(
+        256,
+        ge=1,
+        description="memory for recent turns, in MiB; below 100 fewer calls are remembered by"
+        " their ids too (spans, feedback), 500 a MiB",
+    )
 
     # Who may reach it
 

@@ -283,7 +283,7 @@ def pass_command(
     limit: Annotated[int, typer.Option(min=1, help="At most so many lines.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how often attempts succeed: pass@k, rewards, tokens a success.
+    """Say how often attempts succeed, and at what cost: pass@k.
 
     Of rollouts that ended by their own doing. What nobody rewarded is unknown, and in no figure.
     """

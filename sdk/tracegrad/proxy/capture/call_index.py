@@ -22,13 +22,15 @@ _ID_PREFIXES = ("msg_", "resp_", "chatcmpl-", "cmpl-")
 # Spans within spans; more are not looked through.
 _DEEPEST = 1000
 _SEVERAL = "*"  # no rollout's id
+# Some 2 KiB each in all that is kept of it, of its spans and of its rollout.
+MOST_REMEMBERED = 50_000
 
 
 class CallIndex:
     """Of the last `limit` calls and spans: reading one does not keep it longer. To be used from one
     event loop. `others`: the other workers of the proxy; a call and its span may come to two."""
 
-    def __init__(self, limit: int = 50_000, others: SharedLog | None = None) -> None:
+    def __init__(self, limit: int = MOST_REMEMBERED, others: SharedLog | None = None) -> None:
         self._others = others
         if others is not None:
             others.subscribe("call inside", self._add_call)

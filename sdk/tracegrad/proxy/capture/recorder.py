@@ -17,7 +17,7 @@ from tracegrad.chat.call import Call
 from tracegrad.events import REFUSED, Event, Json, RolloutInferred, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
-from tracegrad.proxy.capture.call_index import CallIndex
+from tracegrad.proxy.capture.call_index import MOST_REMEMBERED, CallIndex
 from tracegrad.proxy.capture.call_timing import CallTiming, timing_json
 from tracegrad.proxy.capture.redaction import REDACTED, Redactor
 from tracegrad.proxy.dialects.history import TurnNotRecorded, conversation_of
@@ -70,9 +70,10 @@ class Recorder:
         patience_s: float | None = None,
         others: SharedLog | None = None,
         metrics: ProxyMetrics | None = None,
+        remembered: int = MOST_REMEMBERED,
     ) -> None:
         """`patience_s`: as `store_async.wait_committed`. `others`: the other workers. `metrics`:
-        where turns are counted."""
+        where turns are counted. `remembered`: calls that are known by their ids."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
@@ -82,7 +83,7 @@ class Recorder:
         self._metrics = metrics or ProxyMetrics()
         self._failing = False
         self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(_ROLLOUTS_TIMED)
-        self.call_index = CallIndex(others=others)
+        self.call_index = CallIndex(remembered, others)
 
     async def record(
         self,
