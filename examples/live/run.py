@@ -35,7 +35,11 @@ SERVE: Mapping[str, object] = {
     # Thumbs come up to twenty versions late. A style that has been unlearnt since must not be
     # pushed down any more, and by the mean over a turn its first token, which decides, is hidden.
     "objective.correction_level": "turn_product",
-    "optim.lr": 3e-4,
+    # A thumb down says what was wrong, and not what would be right: without a pull towards where
+    # it began, a policy that is nearly sure is pushed to anything else.
+    "objective.kl": "k3",
+    "objective.kl_coef": 0.05,
+    "optim.lr": 2e-4,
     "fsdp.reshard": "false",
     "fsdp.threads": 1,
     "push.drain_s": 0.2,
@@ -104,7 +108,7 @@ def run(plan: Plan, screen: Screen) -> Result:
 
     with screen.phase("warm start", RECIPE.steps) as phase:
         model = warm_start(plan.root, lambda n, _, loss: phase.update(n, f"loss {loss:.2f}"))
-    overrides = {**SERVE, "seed": plan.seed}
+    overrides = {**SERVE, "seed": plan.seed, "reference": model}
     if plan.learning_rate is not None:
         overrides["optim.lr"] = plan.learning_rate
     start = screen.phase("start vLLM, proxy and trainer")

@@ -101,7 +101,7 @@ class Traffic:
     async def withdraw_bought(self) -> int:
         """Takes back the thumbs that were paid for; those to come are refused. How many."""
         self._void = set(self._bought)
-        few = asyncio.Semaphore(8)
+        few = asyncio.Semaphore(64)
 
         async def withdraw(response_id: str) -> None:
             async with few:
