@@ -23,6 +23,7 @@ from pydantic_settings import SettingsConfigDict
 
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
 from tracegrad.events import Json
+from tracegrad.log_format import LogFormat
 from tracegrad.proxy.config import ProxySettings, SecretUrl
 from tracegrad.settings_sources import (
     FileSettings,
@@ -240,6 +241,11 @@ class TrainerSettings(FileSettings):
         description="a part of `trainer serve` (vLLM, the proxy, the ranks) that ends or answers no"
         " more is started again, so many times in a row with nothing achieved between them: a"
         " minute of service, or a step of the ranks; 0: its first end ends the run",
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="json: the logs of all parts but vLLM are one JSON object a line; the proxy's"
+        " too, unless proxy.log_format says another",
     )
     proxy: ProxySettings = Field(default_factory=lambda: ProxySettings())
     vllm: VllmSettings
@@ -477,10 +483,12 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
-    def _store_in_our_folder(self) -> Self:
+    def _proxy_is_ours(self) -> Self:
         changes: dict[str, Any] = {"upstream": ",".join(self.engine_urls)}
         if "store" not in self.proxy.model_fields_set:
             changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
+        if "log_format" not in self.proxy.model_fields_set:
+            changes["log_format"] = self.log_format
         self.proxy = self.proxy.model_copy(update=changes)
         return self
 
