@@ -57,6 +57,7 @@ INTERNAL_VARIABLES = frozenset(
         "TRACEGRAD_ADAPTER",
         "TRACEGRAD_DIE_WITH_PARENT",
         "TRACEGRAD_FORK_ENGINE",
+        "TRACEGRAD_LOG_FORMAT",
         "TRACEGRAD_ROLLOUT_ID",  # of commands that score
         "TRACEGRAD_TASK_ID",
     }

@@ -36,6 +36,7 @@ FLOORS = {
     "tracegrad.atomic_file": 0,
     "tracegrad.client_environ": 0,
     "tracegrad.call_check": 0,
+    "tracegrad.log_format": 0,
     "tracegrad.turn_tree": 1,
     "tracegrad.context": 1,
     "tracegrad.task_ids": 1,

@@ -104,6 +104,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     from tracegrad.proxy.store_async import RECONNECT_S
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
+    _configure_log(settings)
     if settings.workers > 1 and sys.platform != "linux":
         _fail("workers: more than one runs on Linux only; leave it out here")
     _check_hooks(settings.redact)
@@ -113,7 +114,6 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
         store = Store.open(settings.store)
     except (StoreError, ValueError) as error:
         _fail(f"store {settings.store}: {error}")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     if settings.workers > 1:
         _serve_with_workers(settings, listener, store)
         return
@@ -128,6 +128,17 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
         # uvicorn has shut down in order by the time it passes the signal on.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
+
+
+def _configure_log(settings: ProxySettings) -> None:
+    from tracegrad.log_format import write_json_log
+
+    if settings.log_format == "json":
+        write_json_log("proxy")
+    else:
+        form = "%(asctime)s %(name)s %(levelname)s %(message)s"
+        logging.basicConfig(level=logging.INFO, format=form)
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # each migration of a new store
 
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
@@ -233,5 +244,7 @@ def _url_host(name: str) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"tracegrad proxy: {message}", file=sys.stderr)
+    from tracegrad.log_format import write_last_words
+
+    write_last_words(f"tracegrad proxy: {message}")
     raise typer.Exit(2)

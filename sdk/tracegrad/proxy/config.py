@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasChoices, Field, Secret, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from tracegrad.log_format import LogFormat
 from tracegrad.protocol import API_KEY_PREFIX
 from tracegrad.settings_sources import SETTINGS_FILE, FileSettings, SettingsError, read_toml
 from tracegrad.store.anchors.schedule import AnchorSettings
@@ -187,6 +188,10 @@ class ProxySettings(FileSettings):
         le=64,
         description="processes that serve the port together (Linux); each takes its part of"
         " max_connections, max_waiting and max_bodies_mib, and has cache_mib of its own",
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="json: the log, on standard error, is one JSON object a line",
     )
 
     # What a client may ask of the engine

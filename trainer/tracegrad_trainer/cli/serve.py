@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import socket
@@ -26,6 +27,7 @@ from typing import IO
 from pydantic import SecretStr
 from rich.console import Console
 
+from tracegrad.log_format import LOG_FORMAT_VARIABLE
 from tracegrad.proxy.config import unguarded_host
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
@@ -55,6 +57,7 @@ from tracegrad_trainer.launch.session import (
     StopRequested,
     committed_point,
     lock_state_folder,
+    log_as_supervisor,
     max_steps_reached,
     on_second_signal,
     open_store,
@@ -78,6 +81,9 @@ from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
+log = logging.getLogger(__name__)
+log.addHandler(logging.NullHandler())  # as text, what it says is on standard output already
+
 # A start takes at most so long, and what reading the weights from a slow disk takes besides.
 READY_TIMEOUT_S = 900.0
 SLOW_READ = 100 << 20  # bytes a second
@@ -94,22 +100,22 @@ class NothingToDo(Exception):
 def serve(settings: TrainerSettings, console: Console) -> int:
     """Runs until it is stopped (0; at once by a second signal: 1), `max_steps` is done (0; 3 if it
     was before), or a part is given up (1). One line says which."""
+    log_as_supervisor(settings)
     stack = ServeStack(settings, console)
     try:
         with raising_on_stop_signals(), stack:
             stack.start()
-            console.print(stack.watch(), highlight=False, soft_wrap=True)
+            stack.say(stack.watch())
     except StopRequested as stop:
         at_once = " at once" if stack.cut_short else ""
-        console.print(
-            f"stopped{at_once} by {stop}; everything captured is in the store", highlight=False
-        )
+        stack.say(f"stopped{at_once} by {stop}; everything captured is in the store")
         return int(stack.cut_short)
     except NothingToDo as why:
-        console.print(f"trainer serve: {why}", highlight=False, soft_wrap=True)
+        stack.say(f"trainer serve: {why}")
         return NOTHING
     except (StartError, ChildError, StoreError, OSError) as error:
         print_error(f"trainer serve: {error}", console)
+        log.critical("%s", error)
         return 1
     return 0
 
@@ -133,6 +139,11 @@ class ServeStack:
     def __enter__(self) -> ServeStack:
         return self
 
+    def say(self, line: str, level: int = logging.INFO) -> None:
+        """For people, and in the log."""
+        self.console.print(line, highlight=False, soft_wrap=True)
+        log.log(level, "%s", line)
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
@@ -143,9 +154,7 @@ class ServeStack:
             self._close_listener()  # or the ranks wait in it for an answer
         for child in reversed(self.children):
             if child.name == "ranks":
-                stop_ranks(
-                    child, self.settings, lambda line: self.console.print(line, highlight=False)
-                )
+                stop_ranks(child, self.settings, self.say)
             else:
                 if child.name == "proxy":
                     self._close_listener()
@@ -215,13 +224,13 @@ class ServeStack:
         settings = self.settings = with_placement(settings, placement)
         self.ready_timeout_s = ready_timeout_s(placement)
         for line in placement_lines(placement):
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.say(line)
         check_startup(settings, self.store, free=placement.train_free)
         check_push_room(settings, placement)
         point = resume_point(settings, self.store)
         said = [describe_resume(point, settings), describe_precision(settings)]
         for line in [*said, *filter(None, [describe_lora_push(settings)])]:
-            self.console.print(line, highlight=False, soft_wrap=True)
+            self.say(line)
         resolved = write_resolved_settings(settings)
         self.report_stage(
             "starting",
@@ -253,7 +262,7 @@ class ServeStack:
             self._await(worker, partial(self._works, worker))
         self._await(ranks, self._ranks_serve)
         self.report_stage("serving")
-        self.console.print(f"serving {settings.url}/v1 · logs: {settings.logs}", highlight=False)
+        self.say(f"serving {settings.url}/v1 · logs: {settings.logs}")
 
     def watch(self) -> str:
         """Prints a line a step, until the ranks are done (returns how) or a part is given up
@@ -264,14 +273,14 @@ class ServeStack:
 
         def show(step: StepRecord) -> None:
             ranks.backoff.achieved()
-            self.console.print(format_step_line(step), highlight=False)
+            self.say(format_step_line(step))
 
         needs = BatchNeeds.of(self.settings.stored(), self.settings.url)
         ours, store = run_id(self.settings.state_dir), self.store
         notice = WaitNotice(
             self.settings.state_dir,
             lambda: wait_reason(store, needs, ours),
-            lambda line: self.console.print(line, highlight=False, soft_wrap=True),
+            self.say,
         )
 
         def check() -> None:
@@ -319,7 +328,7 @@ class ServeStack:
         supervisor = Supervisor(
             parts,
             self.ready_timeout_s,
-            say=lambda line: self.console.print(line, highlight=False, soft_wrap=True),
+            say=partial(self.say, level=logging.WARNING),
             changed=lambda: self.report_stage("serving", parts=supervisor.as_json()),
         )
         return supervisor
@@ -330,9 +339,7 @@ class ServeStack:
             seconds = child.wait_until_ready(
                 ready, timeout_s=self.ready_timeout_s, tick=self._check
             )
-        self.console.print(
-            f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)", highlight=False
-        )
+        self.say(f"{child.name} ready (pid {child.pid}, {seconds:.0f} s)")
 
     def _check(self) -> None:
         """Raises ChildError if a part has ended while all start: its settings are wrong, in
@@ -405,15 +412,22 @@ def proxy_process(settings: TrainerSettings, listener: int | None = None) -> Chi
 def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
     """The worker that scores finished rollouts. `resolved`: the file of settings that it reads."""
     command = [sys.executable, "-m", "tracegrad_trainer.rewards.worker", str(resolved)]
-    store = {STORE_VARIABLE: settings.proxy.store.get_secret_value()}
+    env = {
+        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
+        LOG_FORMAT_VARIABLE: settings.log_format,
+    }
     # Behind vLLM in the scheduler, as the ranks.
-    return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=store, nice=5)
+    return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=env, nice=5)
 
 
 def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
     """The worker that samples live prompts again, through our proxy."""
     command = [sys.executable, "-m", "tracegrad_trainer.resampling.worker", str(resolved)]
-    env = {STORE_VARIABLE: settings.proxy.store.get_secret_value(), "TRACEGRAD_URL": settings.url}
+    env = {
+        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
+        LOG_FORMAT_VARIABLE: settings.log_format,
+        "TRACEGRAD_URL": settings.url,
+    }
     if settings.proxy_url is None:  # of another's proxy the key is in our environment, if anywhere
         key = settings.proxy.admin_key
         env["TRACEGRAD_API_KEY"] = "" if key is None else key.get_secret_value()

@@ -25,6 +25,7 @@ from tracegrad_trainer.launch.session import (
     StopRequested,
     committed_point,
     lock_state_folder,
+    log_as_supervisor,
     on_second_signal,
     open_store,
     raising_on_stop_signals,
@@ -55,6 +56,7 @@ def step(settings: TrainerSettings, steps: int, console: Console, *, as_json: bo
         if not as_json:
             console.print(line, highlight=False, soft_wrap=True)
 
+    log_as_supervisor(settings)
     try:
         with raising_on_stop_signals():
             said, taken = _run(settings, steps, show, say)

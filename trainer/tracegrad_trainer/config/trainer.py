@@ -31,6 +31,7 @@ from pydantic_settings import SettingsConfigDict
 
 from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
 from tracegrad.events import Json
+from tracegrad.log_format import LogFormat
 from tracegrad.proxy.config import ProxySettings, SecretUrl, unguarded_host
 from tracegrad.settings_sources import (
     FileSettings,
@@ -200,6 +201,11 @@ class TrainerSettings(FileSettings):
         description="base URL of a proxy that others started, in front of the same vLLM: weights"
         " are pushed through its gate, and `trainer serve` starts none (docs/attach.md); default:"
         " where proxy.host and proxy.port say",
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="json: the logs of all parts but vLLM are one JSON object a line; the proxy's"
+        " too, unless proxy.log_format says another",
     )
     proxy: PushedProxySettings = Field(default_factory=lambda: PushedProxySettings())
     vllm: VllmSettings
@@ -483,10 +489,12 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
-    def _store_in_our_folder(self) -> Self:
+    def _proxy_is_ours(self) -> Self:
         changes: dict[str, Any] = {"upstream": ",".join(self.engine_urls)}
         if "store" not in self.proxy.model_fields_set:
             changes["store"] = SecretUrl(f"sqlite:///{self.state_dir}/store.db")
+        if "log_format" not in self.proxy.model_fields_set:
+            changes["log_format"] = self.log_format
         self.proxy = self.proxy.model_copy(update=changes)
         return self
 

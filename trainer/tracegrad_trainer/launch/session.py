@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn
 
+from tracegrad.log_format import write_json_log
 from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
 from tracegrad.store import StepHistory, StepRecord, Store, StoreUnavailable
@@ -41,6 +42,12 @@ class StartError(RuntimeError):
 
 class RefusedError(StartError):
     """By rank 0, before the run began: the folder is to be as it was."""
+
+
+def log_as_supervisor(settings: TrainerSettings) -> None:
+    """What this process logs is written as its children write theirs. Lines for people stay."""
+    if settings.log_format == "json":
+        write_json_log("supervisor")
 
 
 @contextmanager

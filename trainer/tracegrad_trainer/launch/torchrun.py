@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tracegrad.log_format import LOG_FORMAT_VARIABLE, LogFormat
 from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.machine import device_environment
@@ -25,9 +26,13 @@ _ROOT_CAUSE = re.compile(
 )
 
 
-def torchrun_command(ranks: int, module: str, *arguments: str) -> list[str]:
+def torchrun_command(
+    ranks: int, module: str, *arguments: str, log_format: LogFormat = "text"
+) -> list[str]:
     """The command that runs a module on so many ranks of this machine."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    in_json = "tracegrad_trainer.launch.json_torchrun"
+    launcher = in_json if log_format == "json" else "torch.distributed.run"
+    command = [sys.executable, "-m", launcher, "--standalone"]
     command += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--module", module]
     return [*command, *arguments]
 
@@ -56,9 +61,12 @@ class RankProcesses(ChildProcess):
         # One rank needs no launcher, which would import torch for itself.
         command = [sys.executable, "-m", program, str(resolved), *arguments]
         if settings.ranks > 1:
-            command = torchrun_command(settings.ranks, program, str(resolved), *arguments)
+            command = torchrun_command(
+                settings.ranks, program, str(resolved), *arguments, log_format=settings.log_format
+            )
         # Behind vLLM in the scheduler: agents wait for it.
         log, env = settings.logs / "ranks.log", secret_variables(settings)
+        env[LOG_FORMAT_VARIABLE] = settings.log_format
         if settings.gpus.train_gpus is not None:
             env |= device_environment(settings.gpus.train_gpus)
         super().__init__("ranks", command, log=log, env=env, nice=5)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tracegrad.log_format import inherited_log_format, write_json_log, write_last_words
 from tracegrad.private_files import open_private, private_folder, set_private_umask
 from tracegrad.store import Store, StoreError, StoreUnavailable
 from tracegrad.urls import unmasked
@@ -136,15 +137,17 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     set_private_umask()
     die_with_parent(signal.SIGTERM)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    if inherited_log_format() == "json":
+        write_json_log("scorers")
+    else:
+        form = "%(asctime)s %(levelname)s %(message)s"
+        logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         asyncio.run(_main(json.loads(Path(given.settings).read_text(encoding="utf-8"))))
     except (StoreError, ValueError, OSError) as error:
         # As a traceback ends: `utils.subprocesses` finds it in the log.
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        write_last_words(f"{type(error).__name__}: {error}")
         return 1
     return 0
 

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from tracegrad.log_format import write_last_words
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import StoreError
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings, parse_resolved
@@ -63,6 +64,7 @@ def run_rank(settings_file: str, program: RankProgram) -> int:
     def work(stack: ExitStack, stop: StopFlag) -> None:
         nonlocal settings
         read = read_settings(Path(settings_file))
+        configure_logging(read.log_format)  # a torchrun of one's own has no variable for it
         if launch_rank() == 0:
             stack.enter_context(lock_for_ranks(read.state_dir))
         settings = read  # from here on the run's state is ours to write
@@ -100,7 +102,7 @@ def run_as_rank(
 
 def _end(line: str, kind: str, failed: Callable[[str], None]) -> int:
     # As a traceback ends: `utils.subprocesses` finds it in the log.
-    print(f"{kind}: {line}", file=sys.stderr, flush=True)
+    write_last_words(f"{kind}: {line}")
     if launch_rank() == 0:
         failed(line)
     return 1

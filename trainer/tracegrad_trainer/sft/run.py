@@ -17,6 +17,7 @@ from tracegrad_trainer.launch.session import (
     StartError,
     StopRequested,
     lock_state_folder,
+    log_as_supervisor,
     raising_on_stop_signals,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
@@ -31,6 +32,7 @@ FAILED = 1
 
 def run_sft(settings: SftSettings, console: Console, *, as_json: bool = False) -> int:
     """Runs to the end -> exit code. With `as_json` each record is a line on standard output."""
+    log_as_supervisor(settings.trainer)
     try:
         with raising_on_stop_signals(), lock_state_folder(settings.run_folder):
             return _run(settings, console, as_json=as_json)

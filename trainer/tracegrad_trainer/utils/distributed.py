@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from tracegrad.log_format import LogFormat, inherited_log_format, write_json_log
+
 T = TypeVar("T")
 
 
@@ -37,8 +39,12 @@ class RankFilter(logging.Filter):
         return launch_rank() == 0 or record.levelno >= logging.ERROR
 
 
-def configure_logging() -> None:
-    """The trainer's log records of this process go to standard error."""
+def configure_logging(log_format: LogFormat | None = None) -> None:
+    """The trainer's log records of this process go to standard error, in the format that is given,
+    or else in that of the command that started this process."""
+    if (log_format or inherited_log_format()) == "json":
+        _write_json()
+        return
     handler = logging.StreamHandler()
     handler.addFilter(RankFilter())
     words = f"%(asctime)s %(levelname)s rank {launch_rank()} %(name)s: %(message)s"
@@ -46,6 +52,17 @@ def configure_logging() -> None:
     logger = logging.getLogger("tracegrad_trainer")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.INFO)
+
+
+def _write_json() -> None:
+    from transformers.utils import logging as transformers_logging  # a rank has it anyway
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
+    logger = logging.getLogger("tracegrad_trainer")
+    logger.handlers, logger.propagate = [], True
+    logger.setLevel(logging.INFO)
+    write_json_log("rank", RankFilter(), level=logging.WARNING, rank=launch_rank())
 
 
 def is_rank_zero() -> bool:

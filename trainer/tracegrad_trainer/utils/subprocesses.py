@@ -20,6 +20,7 @@ from pathlib import Path
 
 import httpx
 
+from tracegrad.log_format import as_text
 from tracegrad.private_files import open_private, private_folder
 from tracegrad.urls import http_base
 from tracegrad_trainer.utils.network import http_client
@@ -171,12 +172,13 @@ class ChildProcess:
         return f": {last[-300:]} (log: {self.log})" if last else f" (log: {self.log})"
 
     def logged(self, *, last: int | None = None) -> str:
-        """What this process has printed so far; `last`: so many bytes of it at most."""
+        """What this process has printed so far, JSON lines as text; `last`: so many bytes of it at
+        most."""
         try:
             with self.log.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(self._log_start if last is None else max(self._log_start, end - last))
-                return log.read().decode(errors="replace")
+                return as_text(log.read().decode(errors="replace"))
         except OSError:
             return ""
 

@@ -21,8 +21,10 @@ from typing import Any, ClassVar, cast
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.config import LOGGING_CONFIG
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tracegrad.log_format import writes_json_log
 from tracegrad.proxy.http.errors import RETRY_AFTER
 from tracegrad.proxy.http.limits import SPARE_CONNECTIONS, ConnectionLimits
 
@@ -64,6 +66,8 @@ def server_config(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
         loop="uvloop",
         http=type("BoundedConnection", (BoundedHttpProtocol,), {"limits": limits}),
         ws="none",
+        # As JSON its records go where ours go.
+        log_config=None if writes_json_log() else LOGGING_CONFIG,
         log_level="warning",
         access_log=False,
         proxy_headers=False,

@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -196,7 +195,7 @@ class Supervisor:
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
         except BaseException:
-            traceback.print_exc()
+            log.critical("worker %d ends", number, exc_info=True)
         finally:
             with suppress(OSError):
                 sys.stdout.flush()

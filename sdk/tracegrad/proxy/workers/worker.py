@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from tracegrad.events import Json
+from tracegrad.log_format import write_json_log
 from tracegrad.proxy.app import WorkerLinks, create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
@@ -85,6 +86,8 @@ def worker_settings(settings: ProxySettings) -> ProxySettings:
 def run_worker(seat: Seat) -> None:
     """Until SIGTERM, or the supervisor's end."""
     _on_signals(lambda *_: sys.exit(0))
+    if seat.settings.log_format == "json":
+        write_json_log("worker", worker=seat.number)
     settings = worker_settings(seat.settings)
     # One that is away just now is answered with 503, as by workers that were there before.
     store = Store.attach(settings.store)
