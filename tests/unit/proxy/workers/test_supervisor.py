@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import selectors
 import signal
@@ -57,6 +58,18 @@ def workers(sqlite_url: str, tmp_path: Path) -> Iterator[Workers]:
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
+
+
+def test_what_the_supervisor_says_is_json_on_request(sqlite_url: str, tmp_path: Path) -> None:
+    with two_workers(sqlite_url, tmp_path, log_format="json") as workers:
+        [killed, _] = before = workers.pids()
+        os.kill(killed, signal.SIGKILL)
+        eventually(lambda: len(found := workers.pids()) == 2 and found != before, 60)
+    lines = workers.proxy.log.read_text().splitlines()
+    said = [json.loads(line) for line in lines if not line.startswith("tracegrad proxy on ")]
+    assert len(lines) - len(said) == 1, "for people, on standard output"
+    [end] = [line for line in said if "was ended by SIGKILL" in line["message"]]
+    assert (end["role"], end["level"]) == ("proxy", "ERROR")
 
 
 def test_a_killed_worker_is_started_again_and_the_other_goes_on(workers: Workers) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -38,6 +40,20 @@ def test_a_ranks_error_is_found_before_the_launchers_frame(tmp_path: Path) -> No
             child.wait_until_ready(lambda: False, timeout_s=30)
     finally:
         child.stop()
+
+
+def test_the_cause_of_an_end_is_found_among_json_lines(tmp_path: Path) -> None:
+    program = "from tracegrad.log_format import *; write_json_log('rank'); {}['gone']"
+    child = ChildProcess("ranks", [sys.executable, "-c", program], log=tmp_path / "log", env={})
+    child.start()
+    try:
+        with pytest.raises(ChildError, match="exited with 1: KeyError: 'gone'"):
+            child.wait_until_ready(lambda: False, timeout_s=30)
+    finally:
+        child.stop()
+    assert [json.loads(line)["level"] for line in child.log.read_text().splitlines()] == [
+        "CRITICAL"
+    ]
 
 
 def test_lines_that_only_look_like_an_error_are_none() -> None:
