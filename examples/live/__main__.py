@@ -12,6 +12,7 @@ information in the thumbs, or an exploit was not caught.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import shutil
@@ -61,12 +62,13 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started, results = time.monotonic(), []
     try:
-        for name, each in plans:
-            screen.say(f"\n[bold]{name}[/]")
-            results.append((name, run(each, screen)))
-            if not options.keep:
-                shutil.rmtree(each.state_dir / "versions", ignore_errors=True)
-                shutil.rmtree(each.state_dir / "checkpoints", ignore_errors=True)
+        with asyncio.Runner() as loop:
+            for name, each in plans:
+                screen.say(f"\n[bold]{name}[/]")
+                results.append((name, run(each, screen, loop)))
+                if not options.keep:
+                    shutil.rmtree(each.state_dir / "versions", ignore_errors=True)
+                    shutil.rmtree(each.state_dir / "checkpoints", ignore_errors=True)
     except KeyboardInterrupt:
         screen.say("\ninterrupted; nothing is left running")
         return 130

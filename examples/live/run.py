@@ -102,8 +102,9 @@ class Result:
         return None if found is None else found.approval
 
 
-def run(plan: Plan, screen: Screen) -> Result:
-    """The whole play. Raises ChildError when a process of the stack does not come or stay."""
+def run(plan: Plan, screen: Screen, loop: asyncio.Runner) -> Result:
+    """The whole play. `loop`: the same for all, for the service's client keeps its connections.
+    Raises ChildError when a process of the stack does not come or stay."""
     from .warm_start import RECIPE, warm_start
 
     with screen.phase("warm start", RECIPE.steps) as phase:
@@ -115,7 +116,7 @@ def run(plan: Plan, screen: Screen) -> Result:
     phase = start.__enter__()
     with served(plan.port, model, plan.state_dir, overrides, lambda n: phase.update(note=n)) as up:
         start.__exit__(None, None, None)
-        return asyncio.run(_Play(plan, up, screen).run())
+        return loop.run(_Play(plan, up, screen).run())
 
 
 class _Play:
