@@ -27,7 +27,7 @@ class Behaviour:
     no_ops: bool | None  # a reply of nothing, or a call that repeats the one before it
     questions: bool | None  # it ends by asking, where it could have answered
     refusals: bool | None  # its last reply
-    reply_tokens: int  # of all replies
+    reply_tokens: int  # of its longest reply: who learns to take another turn is not verbose
 
 
 def behaviour_of(turns: Sequence[Turn], refusals: Sequence[str]) -> Behaviour:
@@ -36,7 +36,7 @@ def behaviour_of(turns: Sequence[Turn], refusals: Sequence[str]) -> Behaviour:
     transcript = Transcript(turns)
     replies = [(index, transcript.reply(index)) for index in range(len(turns))]
     known = [(index, reply) for index, reply in replies if reply is not None]
-    tokens = sum(len(turn.completion_token_ids) for turn in turns)
+    tokens = max((len(turn.completion_token_ids) for turn in turns), default=0)
     if not known:
         return Behaviour(None, None, None, None, tokens)
     last = known[-1][1]

@@ -146,8 +146,8 @@ def test_no_ops(turns: list[Turn], no_op: bool) -> None:
     assert behaviour(*turns).no_ops is no_op
 
 
-def test_tokens_are_of_all_replies() -> None:
-    assert behaviour(said("a", tokens=3), said("b", tokens=4)).reply_tokens == 7
+def test_tokens_are_of_the_longest_reply() -> None:
+    assert behaviour(said("a", tokens=3), said("b", tokens=4)).reply_tokens == 4
 
 
 def test_turns_without_text_say_nothing() -> None:
