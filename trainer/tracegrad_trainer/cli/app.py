@@ -106,6 +106,10 @@ def serve(
         return
     from tracegrad_trainer.cli import serve as serving
 
+    try:
+        serving.check_host(settings)
+    except ValueError as error:
+        _fail(f"trainer serve: {error}")
     raise typer.Exit(serving.serve(settings, Console()))
 
 

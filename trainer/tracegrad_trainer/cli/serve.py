@@ -374,11 +374,16 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
 
 
+def check_host(settings: TrainerSettings) -> None:
+    """Of the port that we would open: ranks, which open none, need no admin key. Raises
+    ValueError."""
+    has_admin_key = settings.proxy_url is not None or settings.proxy.admin_key is not None
+    if problem := unguarded_host(settings.proxy.host, has_admin_key=has_admin_key):
+        raise ValueError(f"proxy.host: {problem}")
+
+
 def listen_for_agents(settings: TrainerSettings) -> socket.socket:
     """The port that agents call, ours or an init system's. Raises StartError."""
-    has_admin_key = settings.proxy.admin_key is not None
-    if problem := unguarded_host(settings.proxy.host, has_admin_key=has_admin_key):
-        raise StartError(f"proxy.host: {problem}")
     field = "proxy.port"
     another = f"stop what listens there or take another (--set {field}=...)"
     try:
