@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -79,7 +79,7 @@ def _is_invalid(call: ToolCall, offered: Mapping[str, Json]) -> bool:
     return validator is not None and not validator.is_valid(arguments)
 
 
-@cache
+@lru_cache(256)  # an agent may write another schema into each call
 def _validator(schema: str) -> Any:
     """None: the agent's own schema is none, and nothing can be held against it."""
     parsed = json.loads(schema)

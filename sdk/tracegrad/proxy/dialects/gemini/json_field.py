@@ -4,7 +4,7 @@ one object where a list of them is meant."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Self
 
 from tracegrad.proxy.dialects.json_field import JsonField
@@ -42,7 +42,7 @@ class GeminiJsonField(JsonField):
         return camel(str(self.key)) == name
 
 
-@cache
+@lru_cache(4096)  # names are the client's
 def _snake(name: str) -> str:
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
 
