@@ -1,9 +1,9 @@
 """Logs as JSON lines: one object for each record, on standard error.
 
 A line has `time` (UTC, ISO 8601, milliseconds), `level`, `logger`, `message`, `role` (which process
-of ours: proxy, worker, supervisor, rank, launcher, scorers, wake_guard), `pid`, what the
-record carries as `extra=`, and `exception` (the traceback) where there is one. Workers and ranks
-have their number, as `worker` or `rank`.
+of ours: proxy, worker, supervisor, rank, launcher, scorers, resampling, wake_guard), `pid`,
+what the record carries as `extra=`, and `exception` (the traceback) where there is one. Workers
+and ranks have their number, as `worker` or `rank`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,15 @@ def _encodable(value: object) -> object:
 def inherited_log_format() -> LogFormat:
     """What the program that started this one asked for."""
     return "json" if os.environ.get(LOG_FORMAT_VARIABLE) == "json" else "text"
+
+
+def write_log(role: str, log_format: LogFormat | None = None, *, text: str) -> None:
+    """Of a program without ranks: its log on standard error, as JSON lines, or with this format of
+    `logging`. `log_format`: default what the program that started this one asked for."""
+    if (log_format or inherited_log_format()) == "json":
+        write_json_log(role)
+    else:
+        logging.basicConfig(level=logging.INFO, format=text)
 
 
 def write_json_log(

@@ -98,13 +98,14 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     socket that listens already."""
     import uvicorn
 
+    from tracegrad.log_format import write_log
     from tracegrad.proxy.app import create_app
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config, tune_gc
     from tracegrad.proxy.store_async import RECONNECT_S
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
-    _configure_log(settings)
+    write_log("proxy", settings.log_format, text="%(asctime)s %(name)s %(levelname)s %(message)s")
     if settings.workers > 1 and sys.platform != "linux":
         _fail("workers: more than one runs on Linux only; leave it out here")
     _check_hooks(settings.redact)
@@ -128,17 +129,6 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
         # uvicorn has shut down in order by the time it passes the signal on.
         with contextlib.suppress(KeyboardInterrupt):
             uvicorn.Server(config).run(sockets=[listener])
-
-
-def _configure_log(settings: ProxySettings) -> None:
-    from tracegrad.log_format import write_json_log
-
-    if settings.log_format == "json":
-        write_json_log("proxy")
-    else:
-        form = "%(asctime)s %(name)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form)
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # each migration of a new store
 
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:

@@ -107,7 +107,7 @@ def serve(
     from tracegrad_trainer.cli import serve as serving
 
     try:
-        serving.check_host(settings)
+        serving.check_proxy(settings)
     except ValueError as error:
         _fail(f"trainer serve: {error}")
     raise typer.Exit(serving.serve(settings, Console()))

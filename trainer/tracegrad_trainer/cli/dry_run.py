@@ -16,8 +16,8 @@ from tracegrad.store import IncompleteGroup, Store, StoreError
 from tracegrad.store.read.scorings import ScoringFailure
 from tracegrad.store.read.task_titles import short_task_ids
 from tracegrad.text_format import format_age, format_count, shorten_apart
+from tracegrad_trainer.cli.render_status import describe_unusable
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.resampling.report import describe_unusable
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
 from tracegrad_trainer.rl.wait_reason import describe_inferred_open
 from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
@@ -101,8 +101,8 @@ def _inferred(plan: StepPlan) -> Iterator[str]:
         yield left
     if plan.live_prompts is not None:
         prompts = format_count(plan.live_prompts, "live prompt")
-        why = describe_unusable(plan.not_resampled)
-        yield f"{prompts} would be sampled again (resample.prompts)" + (f"; not: {why}" * bool(why))
+        why = f"; not: {describe_unusable(plan.not_resampled)}" if plan.not_resampled else ""
+        yield f"{prompts} would be sampled again (resample.prompts){why}"
 
 
 def _share(plan: StepPlan) -> str:

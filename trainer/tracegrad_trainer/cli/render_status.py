@@ -16,7 +16,6 @@ from tracegrad.store.ledger.intake import DEAD_AFTER_S
 from tracegrad.text_format import format_age, format_count, format_elapsed
 from tracegrad_trainer.cli.status import RunStatus
 from tracegrad_trainer.metrics.points import has_gap, trained_turns
-from tracegrad_trainer.resampling.report import describe_unusable
 from tracegrad_trainer.utils.console import (
     PlainTable,
     plain_table,
@@ -24,6 +23,14 @@ from tracegrad_trainer.utils.console import (
     print_report,
 )
 
+# Reasons of `resampling.live_prompts`, in words.
+_NOT_RESAMPLED = {
+    "no_request": "without a recorded request that this version reads",
+    "not_chat": "without messages",
+    "tools": "with tools, which need their world",
+    "media": "with media, whose tokens are not known",
+    "held_out": "held out (promotion.tags)",
+}
 MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.
 MISMATCH = " TOO LARGE: serving and training engine disagree (ranks.log)"
@@ -213,6 +220,12 @@ def format_lags(lags: Mapping[str, float], dropped: Mapping[str, float]) -> str:
     stale, cut = (100 * dropped.get(why, 0.0) for why in ("stale", "over_sampled"))
     also = f", {cut:.3g}% over-sampled" if cut else ""
     return f"{shares}; of all turns {stale:.3g}% were too old to be trained{also}"
+
+
+def describe_unusable(reasons: Mapping[str, int]) -> str:
+    """`3 with tools, which need their world; 1 held out (promotion.tags)`"""
+    some = [(count, _NOT_RESAMPLED[why]) for why, count in reasons.items() if why in _NOT_RESAMPLED]
+    return "; ".join(f"{count} {meaning}" for count, meaning in sorted(some, reverse=True))
 
 
 def _resampled(found: Json) -> str:

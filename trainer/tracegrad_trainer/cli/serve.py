@@ -67,7 +67,6 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
-from tracegrad_trainer.resampling.report import NAME as RESAMPLING
 from tracegrad_trainer.resampling.worker import is_at_work as resamples
 from tracegrad_trainer.rewards.judge import judge_key
 from tracegrad_trainer.rewards.worker import is_at_work as scores
@@ -90,7 +89,7 @@ SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
 PUSHED_STAGES = ("waiting", "held", "training", "saving")
 # Whether a worker that answers no calls has said lately that it is at work.
-AT_WORK = {"scorers": scores, RESAMPLING: resamples}
+AT_WORK = {"scorers": scores, "resampling": resamples}
 
 
 class NothingToDo(Exception):
@@ -206,11 +205,6 @@ class ServeStack:
         settings = self.settings
         if settings.proxy_url is None:
             self.listener = listen_for_agents(settings)
-        elif settings.proxy.control_key is None:
-            raise StartError(
-                "proxy_url: its proxy takes no weight push without its control key; set"
-                " TRACEGRAD_PROXY_CONTROL_KEY to the one that it was started with"
-            )
         if settings.vllm.port is not None:
             check_port_free(settings.vllm.host, settings.vllm.port, "vllm.port")
         self.lock = lock_state_folder(settings.state_dir)
@@ -374,10 +368,17 @@ def with_control_key(settings: TrainerSettings) -> TrainerSettings:
     return settings.model_copy(update={"proxy": settings.proxy.model_copy(update=key)})
 
 
-def check_host(settings: TrainerSettings) -> None:
-    """Of the port that we would open: ranks, which open none, need no admin key. Raises
-    ValueError."""
-    has_admin_key = settings.proxy_url is not None or settings.proxy.admin_key is not None
+def check_proxy(settings: TrainerSettings) -> None:
+    """Who opens the port, or pushes through another's proxy, needs its key; ranks, which have these
+    settings too, need none of them. Raises ValueError."""
+    if settings.proxy_url is not None:
+        if settings.proxy.control_key is None:
+            raise ValueError(
+                "proxy_url: its proxy takes no weight push without its control key; set"
+                " TRACEGRAD_PROXY_CONTROL_KEY to the one that it was started with"
+            )
+        return
+    has_admin_key = settings.proxy.admin_key is not None
     if problem := unguarded_host(settings.proxy.host, has_admin_key=has_admin_key):
         raise ValueError(f"proxy.host: {problem}")
 
@@ -436,7 +437,9 @@ def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProces
     if settings.proxy_url is None:  # of another's proxy the key is in our environment, if anywhere
         key = settings.proxy.admin_key
         env["TRACEGRAD_API_KEY"] = "" if key is None else key.get_secret_value()
-    return ChildProcess(RESAMPLING, command, log=settings.logs / "resampling.log", env=env, nice=5)
+    return ChildProcess(
+        "resampling", command, log=settings.logs / "resampling.log", env=env, nice=5
+    )
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:

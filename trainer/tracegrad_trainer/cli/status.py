@@ -19,7 +19,6 @@ from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad.store.read.scorings import scoring_failures
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import read_state, run_id
-from tracegrad_trainer.resampling.report import NAME as RESAMPLING
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
 # However long a run is, so much of it is looked at.
@@ -144,7 +143,7 @@ def collect_status(
 
 
 def _resampled(state_dir: Path) -> Json | None:
-    state = read_state(state_dir, RESAMPLING)
+    state = read_state(state_dir, "resampling")
     if state is None or not state["alive"]:
         return None
     return {name: state[name] for name in ("prompts", "rollouts", "failed", "unusable")}

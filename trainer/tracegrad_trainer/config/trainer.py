@@ -16,11 +16,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -45,9 +43,10 @@ from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
+from tracegrad_trainer.config.push import PushSettings
 from tracegrad_trainer.config.resample import ResampleSettings, check_resampling
 from tracegrad_trainer.config.served_adapter import why_not_served
-from tracegrad_trainer.config.vllm import VllmSettings, engine_base_urls, serves_fp8
+from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.guards.config import GuardSettings
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
@@ -97,60 +96,6 @@ _SYNONYMS = {
 
 # What calls wait for an engine on GPUs that the ranks share, where [proxy] does not say it.
 LONGEST_SHARED_STEP_S = 3600.0
-
-
-class PushSettings(BaseModel):
-    """The weight push and the check of what is served after it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    drain_s: float = Field(
-        2, ge=0, description="wait for calls in flight before weights change under them"
-    )
-    folder: Path | None = Field(
-        None,
-        description="where weights go as files, two versions of them, in the dtype that is served;"
-        " vLLM must see it too, where push.transport is files; default: /dev/shm if they have"
-        " room there, else TMPDIR or /tmp",
-    )
-    transport: Literal["files", "gloo", "nccl"] = Field(
-        "files",
-        description="how weights reach vLLM: as files that it sees (push.folder), or broadcast to"
-        " it by torch.distributed, over TCP (gloo) or from GPU to GPU (nccl)",
-    )
-    kv_cache: Literal["recompute", "keep"] = Field(
-        "recompute",
-        description="of requests that run while weights change: recompute: what the old weights"
-        " computed is computed again with the new ones; keep: they go on with it, at once",
-    )
-    lora: Literal["auto", "adapter", "merged"] = Field(
-        "auto",
-        description="with fsdp.lora: push the adapter alone, which vLLM serves beside the model, or"
-        " the model's weights with it merged in; auto: the adapter where vLLM can serve it",
-    )
-    engines: tuple[str, ...] = Field(
-        (),
-        description="base URLs of further vLLM servers of this model, started by other hands with"
-        " the arguments of ours: calls are spread over all, and a push goes to all or none",
-    )
-    timeout_s: float = Field(
-        300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"
-    )
-    probe_tokens: int = Field(
-        32, ge=1, description="sampled after each of eight prompts, to compare log-probabilities"
-    )
-    probe_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="largest log-probability gap of a token, nats, of a good push; default: bounds"
-        " on median, 99 % quantile and mean by the coarser dtype of trainer and engine",
-    )
-    failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
-
-    @field_validator("engines")
-    @classmethod
-    def _engines_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        return engine_base_urls(urls)
 
 
 class PushedProxySettings(ProxySettings):

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tracegrad.log_format import inherited_log_format, write_json_log
+from tracegrad.log_format import write_log
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     ProxyControl,
@@ -220,11 +220,7 @@ def wake(plan: WakePlan, engine: GuardedEngine, *, pause_s: float = PAUSE_S) -> 
 
 
 def main() -> int:
-    if inherited_log_format() == "json":
-        write_json_log("wake_guard")
-    else:
-        form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form)
+    write_log("wake_guard", text="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     engine = GuardedEngine(**json.loads(sys.stdin.readline()))
     print("ok", flush=True)

@@ -3,13 +3,14 @@ report of how a rank ended."""
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tracegrad.log_format import LOG_FORMAT_VARIABLE, LogFormat
+from tracegrad.log_format import LOG_FORMAT_VARIABLE, LogFormat, write_json_log
 from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.machine import device_environment
@@ -30,8 +31,7 @@ def torchrun_command(
     ranks: int, module: str, *arguments: str, log_format: LogFormat = "text"
 ) -> list[str]:
     """The command that runs a module on so many ranks of this machine."""
-    in_json = "tracegrad_trainer.launch.json_torchrun"
-    launcher = in_json if log_format == "json" else "torch.distributed.run"
+    launcher = __name__ if log_format == "json" else "torch.distributed.run"
     command = [sys.executable, "-m", launcher, "--standalone"]
     command += [f"--nproc-per-node={ranks}", "--max-restarts=0", "--module", module]
     return [*command, *arguments]
@@ -87,3 +87,15 @@ class RankProcesses(ChildProcess):
                     f" (log: {self.log}){self._full_disk()}"
                 )
         super().check()
+
+
+def _launch() -> None:
+    """torch's launcher, its own log as JSON lines."""
+    from torch.distributed.run import main
+
+    write_json_log("launcher", level=logging.WARNING)
+    main()
+
+
+if __name__ == "__main__":
+    _launch()

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.chat.sampling_params import force_on_policy
@@ -16,8 +17,8 @@ from tracegrad.store.read.first_turns import FirstTurn, newest_first_turns
 from tracegrad.store.read.rollouts import load_tags
 from tracegrad.store.read.turns import find_turn
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED, ResampleSettings
-from tracegrad_trainer.resampling.report import Reason
 
+Reason = Literal["no_request", "not_chat", "tools", "media", "held_out"]
 # Rollouts that are looked at, the newest: where more came, training is far behind them.
 _NEWEST = 1_000
 # How its answer is sent and looked at, which is ours to say.

@@ -42,6 +42,7 @@ class PromptSampler:
         self.prompts = prompts
         self.totals = ResampleTotals()
         self._client = client
+        self._picking = asyncio.Lock()
 
     async def run(self) -> None:
         """Raises StoreError, ProxyRefused."""
@@ -58,13 +59,14 @@ class PromptSampler:
                 await asyncio.sleep(_AFTER_FAILURE_S)
 
     async def _next(self) -> LivePrompt:
-        while True:
-            try:
-                if (found := await asyncio.to_thread(self.prompts.take)) is not None:
-                    return found
-            except StoreUnavailable as error:
-                logger.warning("the store is away, and is looked at again: %s", error)
-            await asyncio.sleep(_LOOK_EVERY_S)
+        async with self._picking:  # one look at a time, or two take the same
+            while True:
+                try:
+                    if (found := await asyncio.to_thread(self.prompts.take)) is not None:
+                        return found
+                except StoreUnavailable as error:
+                    logger.warning("the store is away, and is looked at again: %s", error)
+                await asyncio.sleep(_LOOK_EVERY_S)
 
     async def _room(self) -> int:
         """For a group. A trainer that is not there yet says nothing of its size."""

@@ -6,11 +6,7 @@ store's URL and the proxy's key, where they are secret.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import logging
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,18 +15,17 @@ from typing import Any
 
 import httpx
 
-from tracegrad.log_format import inherited_log_format, write_json_log, write_last_words
-from tracegrad.private_files import set_private_umask
 from tracegrad.store import Store, StoreError
 from tracegrad.transport import ProxyRefused
 from tracegrad.urls import unmasked
 from tracegrad_trainer.config.resample import ResampleSettings
 from tracegrad_trainer.launch.run_state import RunState, read_state
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
-from tracegrad_trainer.resampling.report import NAME
 from tracegrad_trainer.resampling.sampler import PromptSampler
-from tracegrad_trainer.utils.subprocesses import die_with_parent
+from tracegrad_trainer.utils.worker_process import run_worker
 
+# Of the process, its log and its file in the folder `run`.
+NAME = "resampling"
 _SAY_EVERY_S = 2.0
 # A worker that has said nothing for so long hangs.
 SILENT_S = 30.0
@@ -63,10 +58,7 @@ async def work(sampler: PromptSampler, state: RunState, stop: asyncio.Event) -> 
         state.update(stage="stopped", **sampler.said())
 
 
-async def _main(resolved: dict[str, Any]) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
     promotion = resolved["promotion"]
     with Store.open(unmasked(resolved["proxy"]["store"])) as store:
         prompts = LivePrompts(
@@ -79,27 +71,5 @@ async def _main(resolved: dict[str, Any]) -> None:
             await work(PromptSampler(prompts, client), state, stop)
 
 
-def main(arguments: list[str]) -> int:
-    """The exit code; where it fails, one line says why."""
-    parser = argparse.ArgumentParser(prog="tracegrad_trainer.resampling.worker")
-    parser.add_argument("settings", help="a JSON file of resolved settings")
-    given = parser.parse_args(arguments)
-    set_private_umask()
-    die_with_parent(signal.SIGTERM)
-    if inherited_log_format() == "json":
-        write_json_log(NAME)
-    else:
-        form = "%(asctime)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        asyncio.run(_main(json.loads(Path(given.settings).read_text(encoding="utf-8"))))
-    except (StoreError, ProxyRefused, ValueError, OSError) as error:
-        # As a traceback ends: `utils.subprocesses` finds it in the log.
-        write_last_words(f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_worker(NAME, _work))

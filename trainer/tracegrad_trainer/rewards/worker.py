@@ -6,25 +6,22 @@ environment where that has a password. User code never runs in it, but in childr
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tracegrad.log_format import inherited_log_format, write_json_log, write_last_words
-from tracegrad.private_files import open_private, private_folder, set_private_umask
-from tracegrad.store import Store, StoreError, StoreUnavailable
+from tracegrad.private_files import open_private, private_folder
+from tracegrad.store import Store, StoreUnavailable
 from tracegrad.urls import unmasked
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.scoring import ScoringRun, ScoringScope
-from tracegrad_trainer.utils.subprocesses import die_with_parent
+from tracegrad_trainer.utils.worker_process import run_worker
 
 # Run with -m, where __name__ is "__main__".
 logger = logging.getLogger("tracegrad_trainer.rewards.worker")
@@ -115,10 +112,7 @@ def _write(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-async def _main(resolved: dict[str, Any]) -> None:
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
     settings = RewardSettings.model_validate(resolved["rewards"])
     with Store.open(unmasked(resolved["proxy"]["store"])) as store:
         await work(
@@ -130,27 +124,5 @@ async def _main(resolved: dict[str, Any]) -> None:
         )
 
 
-def main(arguments: list[str]) -> int:
-    """The exit code; where it fails, one line says why."""
-    parser = argparse.ArgumentParser(prog="tracegrad_trainer.rewards.worker")
-    parser.add_argument("settings", help="a JSON file of resolved settings")
-    given = parser.parse_args(arguments)
-    set_private_umask()
-    die_with_parent(signal.SIGTERM)
-    if inherited_log_format() == "json":
-        write_json_log("scorers")
-    else:
-        form = "%(asctime)s %(levelname)s %(message)s"
-        logging.basicConfig(level=logging.INFO, format=form, stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        asyncio.run(_main(json.loads(Path(given.settings).read_text(encoding="utf-8"))))
-    except (StoreError, ValueError, OSError) as error:
-        # As a traceback ends: `utils.subprocesses` finds it in the log.
-        write_last_words(f"{type(error).__name__}: {error}")
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_worker("scorers", _work))

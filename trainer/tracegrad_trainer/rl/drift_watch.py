@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from tracegrad.events import Json
+from tracegrad.events import Json, Turn
 from tracegrad.store import Decision, Group, Store
+from tracegrad.store.read.turns import load_turns
 from tracegrad.store.types import RolloutSample
 from tracegrad_trainer.guards import Alarm, DriftGuards, GuardSettings
 from tracegrad_trainer.guards.behaviour import behaviour_of
@@ -31,8 +32,7 @@ class DriftWatch:
     def stops(self, groups: Sequence[Group]) -> bool:
         """Whether these must not be trained; who asked for that has then been told. Raises
         StoreError."""
-        alarms = self._guards.observe([[self._seen(one) for one in g.rollouts] for g in groups])
-        return self._act(alarms)
+        return self._act(self._guards.observe([self._seen(group.rollouts) for group in groups]))
 
     def check_step(self, metrics: Mapping[str, float]) -> None:
         """A step that was made; the next one may not be. Raises StoreError."""
@@ -50,9 +50,15 @@ class DriftWatch:
     def restore(self, state: Json) -> None:
         self._guards.restore(state)
 
-    def _seen(self, rollout: RolloutSample) -> ObservedRollout:
+    def _seen(self, rollouts: Sequence[RolloutSample]) -> list[ObservedRollout]:
         # Leased turns come without their requests, which the store keeps as differences.
-        turns = self._store.rollout_turns(rollout.rollout_id, expert_routing=False)
+        with self._store.reading() as connection:
+            turns = load_turns(
+                connection, [one.rollout_id for one in rollouts], expert_routing=False
+            )
+        return [self._observed(one, turns[one.rollout_id]) for one in rollouts]
+
+    def _observed(self, rollout: RolloutSample, turns: Sequence[Turn]) -> ObservedRollout:
         versions = [version for turn in rollout.turns for version, _ in turn.policy_versions]
         behaviour = behaviour_of(turns, self._settings.refusals)
         return ObservedRollout(behaviour, max(versions, default=0), rollout.reward)

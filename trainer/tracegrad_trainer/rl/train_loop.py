@@ -43,8 +43,11 @@ from tracegrad_trainer.rl.coordinator import (
     without_turns,
 )
 from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps
-from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
-from tracegrad_trainer.utils.shared_folder import check_shared_folder
+from tracegrad_trainer.utils.distributed import (
+    check_shared_folder,
+    is_rank_zero,
+    run_on_rank_zero,
+)
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)

@@ -64,13 +64,14 @@ class Simulation:
 
     def open_group(self, ids: list[str]) -> None:
         self.opened += 1
+        at = time.time() - 1  # of all: one opened after the group is whole belongs to the next
         for number, rollout_id in enumerate(ids):
             self.store.append(
                 rollout_events(
                     rollout_id,
                     task=f"task {self.opened}",
                     reward=float(number % 2),
-                    at=time.time() - 1,
+                    at=at,
                     version=self.step,
                 )
             )
