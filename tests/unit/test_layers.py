@@ -28,6 +28,7 @@ FLOORS = {
     "tracegrad.text_format": -1,
     "tracegrad.environment": -1,
     "tracegrad.signal_errors": -1,
+    "tracegrad.host_memory": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,

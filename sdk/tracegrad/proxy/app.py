@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Json
+from tracegrad.host_memory import keep_returning_memory
 from tracegrad.protocol import TRACES_PATH
 from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
@@ -168,7 +170,9 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         upstream.open()
+        returning = asyncio.create_task(keep_returning_memory())
         yield
+        returning.cancel()
         await upstream.close()
         workers.close()
 

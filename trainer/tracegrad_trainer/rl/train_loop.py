@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from tracegrad.host_memory import return_freed_memory
 from tracegrad.store import Store, StoreError, StoreLost
 from tracegrad_trainer.batches import Row
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -224,6 +225,7 @@ class TrainLoop:
         self.pending.add(self._pending_step(done))
         self.trained_rows = () if self.batch is None else self.batch.selection.rows
         self.batch = None
+        return_freed_memory()  # of activations, whose sizes differ from batch to batch
         self._report_pending()
         return True
 
