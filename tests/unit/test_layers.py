@@ -57,6 +57,7 @@ FLOORS = {
     "tracegrad.proxy.store_async": 3,
     "tracegrad.proxy": 4,
     "tracegrad.inspect": 5,
+    "tracegrad.runner": 5,
     "tracegrad.cli": 6,
     "tracegrad_integrations": 6,
     "tracegrad_trainer": 7,

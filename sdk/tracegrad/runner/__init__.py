@@ -1,0 +1,1 @@
+"""Rollouts of agents that are commands, run here."""

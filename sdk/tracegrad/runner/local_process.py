@@ -1,0 +1,169 @@
+"""An agent's command as processes of this machine: its output kept, its time bounded, all of it
+ended.
+
+What a command starts may leave its process group (npm, tmux, daemons). Each of them still has the
+rollout's address in its environment, by which it is found and killed with the others. On Linux the
+command ends with this process, also where that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from tracegrad.private_files import open_private
+from tracegrad.runner.outcomes import ProcessEnd
+
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+MAX_OUTPUT = 64 << 20  # bytes of it that are kept in its file: the first ones
+_CHUNK = 64 << 10
+_LAST_LINE_CHARS = 300
+_LOOK_AGAIN_S = 0.02
+_PR_SET_PDEATHSIG = 1
+
+
+async def run_process(
+    command: Sequence[str] | str,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    timeout_s: float | None,
+    output: Path,
+    marker: str,
+    echo: Callable[[bytes], object] | None = None,
+) -> ProcessEnd:
+    """Runs to its end, or to `timeout_s`; nothing of it is left then.
+
+    Args:
+        command: words, or a line for the shell.
+        folder: where it runs.
+        output: a file for what it prints, both streams in the order of their arrival.
+        marker: stands in the value of a variable of `environ`, and in no other process's.
+        echo: gets what it prints, too.
+
+    A cancellation ends it and is raised.
+    """
+    began = time.monotonic()
+    with open_private(output, "wb") as file:
+        capture = _Capture(file, echo)
+        # A pipe of our own: asyncio's `wait` would wait for whoever else holds one of its pipes.
+        ours, theirs = os.pipe()
+        reader = asyncio.create_task(capture.read(ours))
+        try:
+            process = await _start(command, folder, environ, theirs)
+        except OSError as error:
+            name = command if isinstance(command, str) else command[0]
+            return ProcessEnd(None, 0.0, error=f"{name}: {error.strerror or error}")
+        finally:
+            os.close(theirs)
+        timed_out = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await process.wait()
+        except TimeoutError:
+            timed_out = True
+        finally:
+            await asyncio.shield(_end(process, marker))
+            # Who holds the pipe yet dropped the marker on purpose, and is not waited for.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(reader, GRACE_S)
+    seconds = time.monotonic() - began
+    code = None if timed_out else process.returncode
+    return ProcessEnd(code, seconds, timed_out=timed_out, last_line=capture.last_line())
+
+
+async def _start(
+    command: Sequence[str] | str, folder: Path, environ: Mapping[str, str], output: int
+) -> asyncio.subprocess.Process:
+    if isinstance(command, str):
+        command = ["/bin/sh", "-c", command]
+    return await asyncio.create_subprocess_exec(
+        *command,
+        cwd=folder,
+        env=dict(environ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+    )
+
+
+def _die_with_parent() -> None:
+    """In the child, before its program."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+class _Capture:
+    """What is printed, in a file as far as that may grow, and its last bytes here."""
+
+    def __init__(self, file: BinaryIO, echo: Callable[[bytes], object] | None) -> None:
+        self._file, self._echo = file, echo
+        self._room = MAX_OUTPUT
+        self._last = b""
+
+    async def read(self, pipe: int) -> None:
+        """To the end of the pipe, which it closes."""
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb")
+        )
+        try:
+            while some := await stream.read(_CHUNK):
+                self._take(some)
+        finally:
+            transport.close()
+
+    def _take(self, some: bytes) -> None:
+        self._file.write(some[: self._room])
+        self._file.flush()  # somebody may be watching
+        self._room = max(0, self._room - len(some))
+        self._last = (self._last + some)[-_CHUNK:]
+        if self._echo is not None:
+            self._echo(some)
+
+    def last_line(self) -> str:
+        lines = self._last.decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return said[:_LAST_LINE_CHARS]
+
+
+async def _end(process: asyncio.subprocess.Process, marker: str) -> None:
+    """Of the command and all that it started."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), GRACE_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    await asyncio.to_thread(end_marked, marker)
+
+
+def end_marked(marker: str) -> None:
+    """Until none is left: one may have been forked while the others were killed."""
+    deadline = time.monotonic() + GRACE_S
+    while kill_marked(marker) and time.monotonic() < deadline:
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def kill_marked(marker: str) -> int:
+    """SIGKILL to every process of ours with `marker` in its environment; how many there were."""
+    killed = 0
+    sought = marker.encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        pid = int(entry.parent.name)
+        with suppress(OSError):
+            if pid != os.getpid() and sought in entry.read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    return killed

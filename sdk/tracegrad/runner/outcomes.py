@@ -1,0 +1,66 @@
+"""How a command ends, as a rollout's outcome: the first cause, apart from the policy's doing."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+from tracegrad.events import Outcome
+
+# Who sends these did not ask the agent: the kernel, out of memory, or somebody at this machine.
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """`exit_code`: negative is a signal's number; None where it was never started, or did not end
+    by itself. `error`: why it could not be started. `last_line`: of what it printed."""
+
+    exit_code: int | None
+    seconds: float
+    timed_out: bool = False
+    error: str | None = None
+    last_line: str = ""
+
+    def describe(self) -> str:
+        if self.error is not None:
+            return f"could not be started: {self.error}"
+        if self.timed_out:
+            return f"timed out after {self.seconds:.0f} s"
+        assert self.exit_code is not None
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"ended with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """`reason` is None where there is nothing to explain."""
+
+    outcome: Outcome
+    reason: str | None = None
+
+
+def classify(end: ProcessEnd, calls: int | None) -> Classified:
+    """`calls`: LLM calls that the proxy has of the rollout; None: it did not say.
+
+    A command that ends badly before any call was never driven by the policy: scoring it would
+    punish the policy for a missing file or a slow start.
+    """
+    said = end.describe()
+    if end.last_line:
+        said += f": {end.last_line}"
+    if end.error is not None:
+        return Classified(Outcome.ENV_ERROR, said)
+    if end.timed_out:
+        if calls == 0:
+            return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
+        return Classified(Outcome.BUDGET, end.describe())
+    assert end.exit_code is not None
+    if end.exit_code == 0:
+        return Classified(Outcome.COMPLETED)
+    if end.exit_code < 0 and -end.exit_code in _FROM_OUTSIDE:
+        return Classified(Outcome.INFRA_ERROR, said)
+    if calls == 0:
+        return Classified(Outcome.ENV_ERROR, f"{said} (before any LLM call)")
+    return Classified(Outcome.AGENT_ERROR, said)

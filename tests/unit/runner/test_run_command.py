@@ -1,0 +1,169 @@
+"""`tracegrad run` with agents that are commands: their calls, outcomes and rewards in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from support.engines.mock_engine import MockEngine
+from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
+from support.proxy.servers import EngineServer, eventually, serving
+from tracegrad.cli.app import app
+from tracegrad.store import RolloutSummary, Store
+
+# Asks once, and writes the answer into a file of its folder.
+AGENT = """
+import json, os, urllib.request
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]})
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    body.encode(),
+    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)
+answer = json.load(urllib.request.urlopen(request))
+open("answer.txt", "a").write(answer["choices"][0]["message"]["content"] or "")
+print("asked")
+"""
+ASK = (sys.executable, "-c", AGENT)
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyWithEngine]:
+    Store.open(f"sqlite:///{tmp_path}/store.db").close()
+    server = EngineServer()
+    with (
+        serving(server, lifespan="off") as server.url,
+        proxy_with_engine(server, MockEngine(), tmp_path / "store.db") as found,
+    ):
+        monkeypatch.setenv("TRACEGRAD_URL", found.url)
+        monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        yield found
+        found.close_clients()
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["run", *arguments])
+
+
+def rollouts(proxy: ProxyWithEngine, count: int) -> list[RolloutSummary]:
+    def ended() -> list[RolloutSummary] | None:
+        rows = proxy.store.rollouts(limit=None)
+        return rows if len(rows) == count and all(row.outcome for row in rows) else None
+
+    found: list[RolloutSummary] = eventually(ended, 60)
+    return found
+
+
+def test_one_command_is_a_rollout_with_its_calls_and_its_reward(proxy: ProxyWithEngine) -> None:
+    result = run("--task", "hello", "--reward", "test -s answer.txt", "--", *ASK)
+    assert result.exit_code == 0, result.output
+    (only,) = rollouts(proxy, 1)
+    assert (only.task_id, only.outcome, only.reward) == ("hello", "completed", 1.0)
+    assert len(proxy.turns_of(only.rollout_id)) == 1
+    assert "completed  reward 1  1 calls" in result.stdout
+    log = next(Path(".tracegrad/run").rglob("agent.log"))
+    assert (log.parent.name, log.read_text()) == (only.rollout_id, "asked\n")
+
+
+def test_attempts_are_a_group_and_each_has_its_copy_of_the_workspace(
+    proxy: ProxyWithEngine, tmp_path: Path
+) -> None:
+    workspace = tmp_path / "workspace"
+    workspace.mkdir()
+    (workspace / "answer.txt").write_text("before ")
+    reward = "test $(grep -c before answer.txt) = 1 && wc -c < answer.txt"
+    given = ["-n", "3", "--workspace", str(workspace), "--reward-from", "last_line"]
+    result = run(*given, "--json", "--tag", "split=train", "--reward", reward, "--", *ASK)
+    assert result.exit_code == 0, result.output
+    rows = rollouts(proxy, 3)
+    assert len({row.task_id for row in rows}) == 1, "a hash of the command"
+    assert {row.tags["split"] for row in rows} == {"train"}
+    said = [json.loads(line) for line in result.stdout.splitlines()]
+    assert {one["rollout_id"]: one["reward"] for one in said} == {
+        row.rollout_id: row.reward for row in rows
+    }
+    assert all(one["reward"] > len("before ") for one in said)
+    assert (workspace / "answer.txt").read_text() == "before "
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "outcome", "why"),
+    [
+        ("exit 3", 3, "env_error", "before any LLM call"),
+        (f"{shlex.join(ASK)}; exit 3", 3, "agent_error", "exit code 3: asked"),
+        ("sleep 1000", 124, "infra_error", "without one LLM call"),
+    ],
+)
+def test_ends_are_outcomes(
+    proxy: ProxyWithEngine, command: str, code: int, outcome: str, why: str
+) -> None:
+    timeout = ["--timeout", "1"] if "sleep" in command else []
+    result = run(*timeout, "--reward", "true", "--", "sh", "-c", command)
+    assert result.exit_code == code, result.output
+    (only,) = rollouts(proxy, 1)
+    assert only.outcome == outcome
+    assert why in result.stdout
+    assert only.reward == (1.0 if outcome == "agent_error" else None)
+
+
+def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
+    result = run("--reward", "echo no verifier; exit 7", "--", *ASK)
+    assert "reward: the command ended with exit code 7" in result.stdout
+    (only,) = rollouts(proxy, 1)
+    assert (only.outcome, only.reward) == ("env_error", None)
+
+
+def test_a_command_that_is_not_there_is_said(proxy: ProxyWithEngine) -> None:
+    result = run("--", "no-such-agent", "--its-own-option")
+    assert result.exit_code == 127
+    assert "no-such-agent: No such file or directory" in result.stdout
+
+
+def test_without_a_proxy_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACEGRAD_URL", "http://127.0.0.1:9")
+    result = run("--", "touch", "ran")
+    assert result.exit_code == 3
+    assert "no proxy at http://127.0.0.1:9" in result.stderr
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--tag", "train", "--", "true"], "--tag"),
+        (["--reward-from", "stdout", "--", "true"], "--reward-from"),
+        (["-n", "0", "--", "true"], "-n"),
+        ([], "CMD"),
+    ],
+)
+def test_wrong_use_names_the_option(arguments: list[str], named: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert named in result.stderr
+
+
+def test_an_interrupt_ends_agents_and_aborts_their_rollouts(
+    proxy: ProxyWithEngine, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "tracegrad", "run", "-n", "2", "--"]
+    command += ["sh", "-c", "echo $$ >> pids; sleep 1000"]
+    env = {**os.environ, "TRACEGRAD_URL": proxy.url}
+    with subprocess.Popen(command, env=env) as process:
+        pids = Path("pids")
+        eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2, 60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert {row.outcome for row in rollouts(proxy, 2)} == {"aborted"}
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())
