@@ -46,6 +46,7 @@ class Task:
             `.json`.
         reward_uploads: files that only the reward may see (path here -> path inside): they are
             copied in when the agent has ended.
+        reward_environ: on top of the environment of the reward's command; the agent never has it.
         tags: of its rollouts.
     """
 
@@ -53,11 +54,12 @@ class Task:
     command: tuple[str, ...] | None = None
     agent: str | None = None
     prompt: str | None = None
-    sandbox: SandboxSpec = SandboxSpec()
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
     timeout_s: float | None = None
     reward: str | None = None
     reward_source: RewardSource = "exit_code"
     reward_timeout_s: float = 300.0
     reward_file: str | None = None
     reward_uploads: Mapping[str, str] = field(default_factory=dict)
+    reward_environ: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)
