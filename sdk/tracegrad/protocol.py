@@ -18,6 +18,8 @@ STATE_HEADER = "x-tracegrad-state"
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
 CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
+# Spans of the runner's work around an agent: a sandbox is waited for and starts; it is scored.
+SANDBOX_SPAN, REWARD_SPAN = "tracegrad.sandbox", "tracegrad.reward"
 
 ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 # As an API key, `tg-<rollout>` names a rollout; with a dot and 32 bytes of secret it proves one.

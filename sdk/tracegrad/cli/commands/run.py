@@ -21,10 +21,15 @@ from tracegrad.cli.commands.destructive import USAGE_ERROR
 from tracegrad.cli.commands.score import NO_PROXY
 from tracegrad.cli.store_option import JsonOption, fail, print_json
 from tracegrad.context import proxy_url
-from tracegrad.intake_client import intake
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
-from tracegrad.runner.attempt import Attempt, RewardSource, RunSpec, run_group
+from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, run_attempt
+from tracegrad.runner.driver import Driver, RunObserver
+from tracegrad.runner.local_sandbox import LocalSandboxes
+from tracegrad.runner.sandbox import SandboxSpec
+from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
+from tracegrad.runner.stage_limits import StageLimits
+from tracegrad.runner.task import RewardSource, Task
 from tracegrad.transport import ProxyRefused, ProxyUnreachable, post_json
 
 TIMED_OUT, NOT_FOUND, INTERRUPTED = 124, 127, 130
@@ -82,21 +87,28 @@ def run_command(
     if reward_from not in ("exit_code", "last_line"):
         fail(f"--reward-from: {reward_from!r} is not exit_code or last_line", USAGE_ERROR)
     source: RewardSource = "last_line" if reward_from == "last_line" else "exit_code"
-    spec = RunSpec(
+    spec = Task(
+        id=task or _command_hash(command),
         command=tuple(command),
-        task_id=task or _command_hash(command),
         agent=agent or Path(command[0]).name,
+        sandbox=SandboxSpec(workspace=workspace),
         tags=_tags(tag or []),
         timeout_s=timeout,
         reward=reward,
         reward_source=source,
-        workspace=workspace,
-        logs=private_folder(logs / time.strftime("%Y-%m-%dT%H-%M-%S")),
     )
     _check_proxy()
     done = _Finished(alone=attempts == 1, total=attempts, as_json=as_json)
     try:
-        asyncio.run(_run(spec, attempts, concurrency or attempts, done))
+        asyncio.run(
+            _run(
+                spec,
+                attempts,
+                concurrency or attempts,
+                done,
+                private_folder(logs / time.strftime("%Y-%m-%dT%H-%M-%S")),
+            )
+        )
     except asyncio.CancelledError:
         pass
     finally:
@@ -129,17 +141,33 @@ def _check_proxy() -> None:
         fail(f"no proxy at {url}: {error}; start `tracegrad proxy`, or set TRACEGRAD_URL", NO_PROXY)
 
 
-async def _run(spec: RunSpec, attempts: int, concurrency: int, done: _Finished) -> None:
+async def _run(task: Task, attempts: int, concurrency: int, done: _Finished, logs: Path) -> None:
     loop, running = asyncio.get_running_loop(), asyncio.current_task()
     assert running is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, done.interrupt, running)
-    await intake(attempts)
-    echo = sys.stderr.buffer.write if done.alone else None
-    await run_group(spec, attempts, concurrency=concurrency, finished=done.add, echo=echo)
+    backend = LocalSandboxes(shared=Path.cwd())
+    settings = AttemptSettings(
+        backend=backend,
+        logs=logs,
+        limits=StageLimits(concurrency),
+        echo=sys.stderr.buffer.write if done.alone else None,
+    )
+
+    async def execute(_: Ticket, observer: AttemptObserver) -> Attempt:
+        return await run_attempt(task, settings, observer)
+
+    scheduler = Scheduler(
+        [GroupPlan(GroupKey(0, task.id))],
+        SchedulerSettings(attempts=attempts, agents=concurrency, retries=0),
+    )
+    try:
+        await Driver(scheduler, execute, observer=done).run()
+    finally:
+        await backend.close()
 
 
-class _Finished:
+class _Finished(RunObserver):
     """Attempts as they are done, and what is said of them."""
 
     def __init__(self, *, alone: bool, total: int, as_json: bool) -> None:
@@ -153,7 +181,9 @@ class _Finished:
             self._interrupted = True
             running.cancel()
 
-    def add(self, attempt: Attempt) -> None:
+    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
+        if self._interrupted:
+            return
         self._attempts.append(attempt)
         if self._as_json:
             print_json(asdict(attempt) | {"logs": str(attempt.logs)})
@@ -178,7 +208,12 @@ def describe(attempt: Attempt, number: int, total: int) -> str:
     """`3/8  completed  reward 1  5 calls  12.3 s  ROLLOUT`"""
     reward = "unknown" if attempt.reward is None else f"{attempt.reward:g}"
     calls = "calls unknown" if attempt.calls is None else f"{attempt.calls} calls"
-    parts = [f"{attempt.outcome}", f"reward {reward}", calls, f"{attempt.seconds:.1f} s"]
+    parts = [
+        f"{attempt.outcome}",
+        f"reward {reward}",
+        calls,
+        f"{attempt.seconds.get('agent', 0.0):.1f} s",
+    ]
     line = "  ".join([f"{number}/{total}", *parts, attempt.rollout_id])
     return line if attempt.reason is None else f"{line}\n     {attempt.reason}"
 
