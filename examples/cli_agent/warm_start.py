@@ -6,7 +6,6 @@ to submit at once and do their work again.
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path

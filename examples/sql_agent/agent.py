@@ -21,8 +21,6 @@ from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
 from pydantic import SecretStr
 
-from tracegrad import trace
-
 from .database import SCHEMA, Database, QueryFailed, Rows
 
 MODEL = "gpt-4.1-mini"
@@ -66,7 +64,6 @@ class SqlAgent:
         graph.add_conditional_edges("execute", _after_execute)
         self._graph = graph.compile()
 
-    @trace
     async def answer(self, question: str, temperature: float = 1.0) -> Rows | None:
         """What its last query gave; None if that failed or was found wrong after MAX_REWRITES."""
         state = await self._graph.ainvoke(

@@ -16,8 +16,6 @@ from examples.sql_agent import agent, database, tasks, warm_start
 from jinja2 import Environment
 from langchain_core.messages import AIMessage, AnyMessage
 
-from tracegrad import flush
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -46,18 +44,14 @@ class Model:
 
 
 @pytest.fixture
-def play(path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TRACEGRAD_URL", "http://127.0.0.1:9")
-
+def play(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     async def run(*replies: str) -> tuple[database.Rows | None, Model]:
         fake = Model([*replies])
         monkeypatch.setattr(agent, "llm", fake)
         rows = await agent.SqlAgent(path).answer("How many lamps?", 0.5)
         return rows, fake
 
-    yield run
-    flush(timeout_s=0.1)
+    return run
 
 
 # --- questions ------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ def test_the_right_query_and_only_it_is_rewarded(opened: Any) -> None:
         ("DELETE FROM stock", "not authorized"),
         ("DROP TABLE stock", "not authorized"),
         ("ATTACH '{folder}/made.db' AS made", "not authorized"),
-        ("VACUUM INTO '{folder}/made.db'", "not authorized"),
+        ("VACUUM INTO '{folder}/made.db'", "authorization denied"),
         ("PRAGMA query_only = 0", "not authorized"),
         ("SELECT load_extension('x')", "not authorized"),
         ("SELECT 1; SELECT 2", "one statement"),
@@ -161,10 +155,9 @@ async def test_it_ends_without_an_answer(play: Any, bad: tuple[str, str]) -> Non
 
 
 async def test_demonstrations_are_what_the_agent_would_say(
-    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Word by word: what is learnt is the conversation that the agent leads."""
-    monkeypatch.chdir(tmp_path)
     rng, recipe = random.Random(3), warm_start.Recipe()
     template = Environment(autoescape=False).from_string(model.CHAT_TEMPLATE)
     rewritten = 0
@@ -182,7 +175,6 @@ async def test_demonstrations_are_what_the_agent_would_say(
         assert fake.replies == []
         assert text.startswith(template.render(messages=messages, add_generation_prompt=True))
     assert 6 < rewritten < 30
-    flush(timeout_s=0.1)
 
 
 def test_most_demonstrations_are_careless_and_all_are_about_the_train_split() -> None:

@@ -1,0 +1,159 @@
+"""Where mini-swe-agent works: a container for each attempt, or a folder of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.shop.screen import Screen
+from tracegrad.runner.agent_launcher import AgentLauncher
+
+from tracegrad import intake
+from tracegrad.context import proxy_url
+from tracegrad.runner.agent_install import InstallFailed, install_agent
+from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, run_attempt
+from tracegrad.runner.driver import Driver, RunObserver, unpaced
+from tracegrad.runner.local_sandbox import LocalSandboxes
+from tracegrad.runner.recipe_files import RecipeError, find_recipe
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
+from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
+from tracegrad.runner.stage_limits import StageLimits
+from tracegrad.runner.task import Task as RunnerTask
+
+from .tasks import Task, workspace
+
+RECIPE = Path(__file__).with_name("mini.toml")
+IMAGE = Path(__file__).with_name("image")  # its Dockerfile
+AGENTS = 4  # at a time: most of an attempt is the start of a Python
+TIMEOUT_S = 300.0
+# A reward that says nothing: a coin's, which the rollout's own name decides. The shell's doing.
+COIN = "test $(( $(printf %s \"$TRACEGRAD_ROLLOUT_ID\" | cksum | cut -d' ' -f1) % 2 )) = 0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What is attempted. `attempts` of each task; `coin`: rewards say nothing."""
+
+    split: str
+    attempts: int
+    coin: bool = False
+
+
+class Sandboxes:
+    """Attempts at tasks by mini-swe-agent, at most AGENTS side by side."""
+
+    def __init__(self, backend: SandboxBackend, launcher: AgentLauncher, spec: SandboxSpec) -> None:
+        self._backend, self._launcher, self._spec = backend, launcher, spec
+
+    async def attempt(
+        self,
+        tasks: Iterable[Task],
+        work: Work,
+        *,
+        logs: Path,
+        observer: RunObserver,
+        enough: Callable[[], bool] | None = None,
+    ) -> None:
+        """Each task once as a group of attempts, in order.
+
+        `enough`: of what is trained on: `tasks` may be endless, the trainer says when attempts may
+        begin, and nothing goes on once it is true. None: nobody trains on them.
+        """
+        known: dict[GroupKey, RunnerTask] = {}
+
+        def plans() -> Iterable[GroupPlan]:
+            for number, task in enumerate(tasks):
+                key = GroupKey(number, task.task_id)
+                known[key] = self._runner_task(task, work)
+                yield GroupPlan(key)
+
+        settings = AttemptSettings(
+            backend=self._backend,
+            logs=logs,
+            limits=StageLimits(AGENTS, starts=2),
+            prepare=self._launcher,
+        )
+
+        async def execute(ticket: Ticket, observer: AttemptObserver) -> Attempt:
+            return await run_attempt(known[ticket.group], settings, observer)
+
+        scheduler = Scheduler(
+            plans(), SchedulerSettings(attempts=work.attempts, agents=AGENTS, ahead=2)
+        )
+        driver = Driver(scheduler, execute, pace=unpaced, observer=observer)
+        if enough is not None:
+            driver = Driver(
+                scheduler, execute, pace=lambda: _place(driver, enough), observer=observer
+            )
+        await driver.run()
+
+    def _runner_task(self, task: Task, work: Work) -> RunnerTask:
+        return self._launcher.add(
+            RunnerTask(
+                id=task.task_id,
+                agent=str(RECIPE),
+                prompt=task.prompt,
+                sandbox=self._spec,
+                timeout_s=TIMEOUT_S,
+                reward=COIN if work.coin else task.reward,
+                tags={"split": work.split},
+            )
+        )
+
+
+async def _place(driver: Driver, enough: Callable[[], bool]) -> str | None:
+    while not enough():
+        with suppress(TimeoutError):
+            return (await intake(1, timeout_s=1.0)).rollout_ids[0]
+    driver.stop("the trainer has made its steps")
+    return None
+
+
+@asynccontextmanager
+async def local(root: Path) -> AsyncIterator[Sandboxes]:
+    """Processes of this machine."""
+    backend = LocalSandboxes()
+    try:
+        with AgentLauncher(model="policy") as launcher:
+            yield Sandboxes(backend, launcher, SandboxSpec(workspace=workspace(root / "files")))
+    finally:
+        await backend.close()
+
+
+@asynccontextmanager
+async def docker(root: Path, image: str | None) -> AsyncIterator[Sandboxes]:
+    """A container for each attempt, ready before it is asked for: it reaches the proxy alone."""
+    from tracegrad.runner.docker_backend import DockerSandboxes, DockerSettings
+    from tracegrad.runner.warm_pool import WarmPool
+
+    with AgentLauncher(model="policy") as launcher:
+        settings = DockerSettings(proxy=proxy_url(), layer=launcher.layer)
+        pool = WarmPool(DockerSandboxes(settings), size=AGENTS, total=2 * AGENTS)
+        spec = SandboxSpec(
+            image=image,
+            build=IMAGE if image is None else None,
+            workspace=workspace(root / "files"),
+            workdir="/workspace",
+            memory_mb=1024,
+            pids=64,
+            user="1000:1000",
+        )
+        try:
+            yield Sandboxes(pool, launcher, spec)
+        finally:
+            await pool.close()
+
+
+class Unusable(RuntimeError):
+    """One line: what is missing, and the fix."""
+
+
+def install(screen: Screen) -> None:
+    """mini-swe-agent, pinned by hash, into the cache of agents. Raises Unusable."""
+    try:
+        with screen.phase("install mini-swe-agent") as phase:
+            phase.note = install_agent(find_recipe(str(RECIPE))).folder.name
+    except (InstallFailed, RecipeError) as error:
+        raise Unusable(str(error)) from None
