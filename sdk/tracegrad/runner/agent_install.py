@@ -27,6 +27,7 @@ from pathlib import Path
 from tracegrad.runner.recipe import SHIPPED, Recipe
 
 TIMEOUT_S = 1800.0  # of one command: large packages by slow mirrors take a quarter of an hour
+REQUIREMENTS = "requirements.txt"  # beside an agent of pip: what pins it
 _FOLDER = "folder"  # a folder that is linked to: NAME@VERSION-DIGEST.folder-XXXX
 
 # What runs npm's agents: Debian's is too old for half of them, and no machine need have one.
@@ -107,11 +108,8 @@ def _link(recipe: Recipe, cache: Path) -> Path:
 
 def digest_of(recipe: Recipe) -> str:
     """Of all that is installed for it, here."""
-    told = [recipe.installer, recipe.packages, recipe.shell, platform.machine()]
-    if recipe.installer == "pip":
-        told.append(sys.version_info[:2])
-    if recipe.installer == "npm":
-        told.append(NODE.version)
+    runtime = {"pip": f"{sys.version_info[:2]}", "npm": NODE.version}.get(recipe.installer)
+    told = [recipe.installer, recipe.packages, recipe.shell, platform.machine(), runtime]
     found = hashlib.sha256(json.dumps(told).encode())
     if recipe.lock is not None:
         files = sorted(recipe.lock.iterdir()) if recipe.lock.is_dir() else [recipe.lock]
@@ -154,6 +152,8 @@ def _install(recipe: Recipe, link: Path, node: Path | None) -> None:
     elif recipe.installer == "pip":
         commands.run([sys.executable, "-m", "venv", str(folder)])
         commands.run(_pip_install(folder / "bin" / "python", recipe))
+        if recipe.lock is not None:
+            shutil.copy(recipe.lock, folder / REQUIREMENTS)
     elif recipe.installer == "npm":
         assert node is not None
         _install_npm(commands, node)

@@ -7,12 +7,14 @@ import os
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any
 
-from tracegrad.client_environ import client_variables, set_variables
+from tracegrad.client_environ import client_variables
 from tracegrad.runner.recipe import Recipe
+from tracegrad.runner.task import AgentCommand
 
 # What agents may see of the runner's own environment, where they run as processes beside it. All
 # else stays out: a user's keys and settings (ANTHROPIC_MODEL, XDG_CONFIG_HOME, …) are not the
@@ -40,40 +42,23 @@ class LaunchValues:
         return self.base_url.removesuffix("/v1")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """`environ` is all of it; `files` by their absolute path, for the agent's eyes alone."""
-
-    command: tuple[str, ...]
-    environ: Mapping[str, str]
-    files: Mapping[str, str] = field(default_factory=dict)
-
-
 def make_launch(
     recipe: Recipe,
     values: LaunchValues,
     *,
-    environ: Mapping[str, str],
-    search_path: Sequence[str] = (),
-) -> Launch:
-    """The command, environment and files of one attempt.
+    environ: Mapping[str, str | None] = MappingProxyType({}),
+) -> AgentCommand:
+    """The command, environment and files of one attempt; the files' paths are absolute.
 
-    Args:
-        environ: what the place where it runs gives its programs; of a container that is {}: what
-            its image says stays. Keys of other models in it are replaced.
-        search_path: folders that go before those of PATH.
-
-    Raises ValueError where Linux would not start it.
+    `environ`: what the place where it runs is to have besides (`local_environ`). Raises ValueError
+    where Linux would not start it.
     """
     known = {**asdict(values), "root_url": values.root_url}
-    given = dict(environ)
-    if search_path:
-        given["PATH"] = os.pathsep.join([*search_path, *filter(None, [given.get("PATH")])])
-    set_variables(given, client_variables(values.base_url, values.api_key))
+    given = {**environ, **client_variables(values.base_url, values.api_key)}
     if recipe.home:
         given["HOME"] = values.home
     given |= {name: _fill(text, known) for name, text in recipe.environ.items()}
-    launch = Launch(
+    launch = AgentCommand(
         command=tuple(_substitute(word, known) for word in recipe.command),
         environ=given,
         files={
@@ -85,13 +70,17 @@ def make_launch(
     return launch
 
 
-def own_environ(recipe: Recipe, temp: str) -> dict[str, str]:
-    """The environment for an agent that runs as a process of this machine, whose temporary files
-    go to `temp`."""
-    names = (*INHERITED, *recipe.inherit)
-    found = {name: os.environ[name] for name in names if name in os.environ}
+def local_environ(
+    recipe: Recipe, own: Mapping[str, str], *, search_path: Sequence[str], temp: str
+) -> dict[str, str | None]:
+    """What is changed of the runner's `own` environment for an agent that runs as a process beside
+    it: its programs are found, its temporary files go to `temp`, and what is not its business is
+    not there."""
+    inherited = {*INHERITED, *recipe.inherit}
+    hidden = dict.fromkeys(name for name in own if name not in inherited)
+    path = os.pathsep.join([*search_path, own.get("PATH", os.defpath)])
     # tmux keeps its sockets apart from all else.
-    return {**found, "TERM": "dumb", "TMPDIR": temp, "TMUX_TMPDIR": temp}
+    return {**hidden, "PATH": path, "TERM": "dumb", "TMPDIR": temp, "TMUX_TMPDIR": temp}
 
 
 def session_id(rollout_id: str) -> str:
@@ -137,7 +126,7 @@ def _substitute(text: str, values: Mapping[str, str]) -> str:
     return re.sub(rf"\{{({'|'.join(values)})\}}", value, text)
 
 
-def _check(recipe: Recipe, launch: Launch) -> None:
+def _check(recipe: Recipe, launch: AgentCommand) -> None:
     words = [*launch.command, *(f"{name}={text}" for name, text in launch.environ.items())]
     if any("\0" in word for word in words):
         raise ValueError(f"{recipe.name}: prompt: it holds a zero character; leave it out")

@@ -90,7 +90,7 @@ def load_recipe(path: Path, version: str | None = None) -> Recipe:
 
 def _recipe(table: _RecipeTable, path: Path, version: str | None) -> Recipe:
     other = version is not None and version != table.version
-    version = version or table.version
+    version = table.version if version is None else version
     return Recipe(
         name=table.name,
         version=version,
@@ -133,9 +133,9 @@ def _problem(error: ValidationError) -> str:
     fields = _RecipeTable.model_fields
     if place[0] == "traps" and len(place) > 2 and place[-1] in _TrapTable.model_fields:
         fields = _TrapTable.model_fields
-    fix = fields[place[-1] if place[-1] in fields else place[0]].description
+    wanted = fields[place[-1] if place[-1] in fields else place[0]].description
     problem = "it is missing" if one["type"] == "missing" else one["msg"].lower()
-    return f"{name}: {problem}; write {fix}"
+    return f"{name}: {problem}; write {wanted}"
 
 
 def _check(recipe: Recipe, where: str) -> None:
@@ -160,6 +160,9 @@ def _check(recipe: Recipe, where: str) -> None:
         field = "shell" if recipe.installer == "shell" else "packages"
         raise RecipeError(f"{where}{field}: {recipe.installer} has nothing to install; name it"
                           ' there, or write installer = "none"')  # fmt: skip
+    if not recipe.home and any(not path.startswith("/") for path in recipe.files):
+        raise RecipeError(f"{where}files: without a home of the attempt's they would go into yours;"
+                          " write home = true, or absolute paths")  # fmt: skip
     if recipe.installer in ("none", "shell", "apt") and recipe.lock is not None:
         raise RecipeError(f"{where}lock: {recipe.installer} reads none; leave it out")
     if recipe.lock is not None and not recipe.lock.exists():

@@ -12,7 +12,7 @@ from support.cli_agents.loopback import Loopback, loopback
 from support.cli_agents.recipes import CACHE, MODEL, SECRET, TASK, Agent
 from tracegrad.events import Turn
 from tracegrad.runner.agent_install import InstalledAgent, install_agent
-from tracegrad.runner.launch import LaunchValues, make_launch, session_id
+from tracegrad.runner.launch import LaunchValues, local_environ, make_launch, session_id
 from tracegrad.store import Store
 from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
@@ -71,16 +71,21 @@ def _run(
         workdir=str(work),
         session_id=session_id(ROLLOUT),
     )
-    place = {"TMPDIR": str(temp), "LANG": "C.UTF-8", "SHELL": "/bin/bash", "TERM": "dumb"}
-    place["PATH"] = "/usr/local/bin:/usr/bin:/bin"
-    launch = make_launch(agent.recipe, values, environ=place, search_path=installed.search_path)
+    own = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "SHELL": "/bin/bash"}
+    changed = local_environ(agent.recipe, own, search_path=installed.search_path, temp=str(temp))
+    launch = make_launch(agent.recipe, values, environ=changed)
+    env = {**own, **launch.environ}
     for file, text in launch.files.items():
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text)
     log = folder / "agent.log"
     try:
         code = inside.run(
-            launch.command, cwd=work, env=launch.environ, log=log, timeout_s=timeout_s
+            launch.command,
+            cwd=work,
+            env={name: value for name, value in env.items() if value is not None},
+            log=log,
+            timeout_s=timeout_s,
         )
     except TimeoutError:
         words = log.read_text(errors="replace")[-3000:]
