@@ -1,4 +1,4 @@
-"""Carries out what the scheduler says: attempts as tasks of one event loop, at the trainer's pace."""
+"""Carries out what the scheduler says: attempts as tasks of one event loop, paced by a trainer."""
 
 from __future__ import annotations
 

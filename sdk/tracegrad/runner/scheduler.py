@@ -121,6 +121,7 @@ class Scheduler:
         self._with_agent: set[Ticket] = set()
         self._after_agent: set[Ticket] = set()
         self._starting: set[Ticket] = set()
+        self._stopping = False
         self.breaker = Breaker()
         self.counts = Counts()
 
@@ -206,7 +207,7 @@ class Scheduler:
 
     def stop(self) -> Sequence[Ticket]:
         """Nothing begins any more; those that run."""
-        self._source = None
+        self._source, self._stopping = None, True
         self._delayed.clear()
         for group in list(self._groups.values()):
             group.to_begin = group.delayed = 0
@@ -259,7 +260,8 @@ class Scheduler:
                 group.given_up = True
                 group.to_begin = group.delayed = 0
             elif (
-                group.expected < group.wanted
+                not self._stopping
+                and group.expected < group.wanted
                 and group.replaced < self._settings.retries * group.wanted
             ):
                 self._replace(group, now)
