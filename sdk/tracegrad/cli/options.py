@@ -102,6 +102,12 @@ def rollout_filter(
     max_version: Annotated[
         int | None, typer.Option(help="Only sampled by this policy version or earlier.")
     ] = None,
+    held_out_mark: Annotated[
+        bool | None,
+        typer.Option(
+            "--eval/--no-eval", help="Only those that are held out by mark (run --eval), or not."
+        ),
+    ] = None,
 ) -> RolloutFilter:
     """Raises BadParameter that names the option."""
     try:
@@ -117,6 +123,7 @@ def rollout_filter(
             max_reward=max_reward,
             min_version=min_version,
             max_version=max_version,
+            held_out=held_out_mark,
         )
     except ValueError as error:
         name, _, reason = str(error).partition(": ")

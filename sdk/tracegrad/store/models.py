@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0016"
+REVISION = "0017"
 
 
 class Text(TypeDecorator[str]):
@@ -105,6 +105,8 @@ class Rollouts(Base):
     idle_s: Mapped[float | None]
     # The rollout that its conversation goes on from. No foreign key: that one may be pruned.
     continues: Mapped[str | None]
+    # Who opened it said that it is never to be trained; null before revision 0017.
+    held_out: Mapped[bool | None]
 
     __table_args__ = (Index(None, "consumed_at", "finished_at"),)
 
