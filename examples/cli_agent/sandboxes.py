@@ -22,7 +22,7 @@ from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, Scheduler
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task import Task as RunnerTask
 
-from .tasks import Task, workspace
+from .tasks import Split, Task, workspace
 
 RECIPE = Path(__file__).with_name("mini.toml")
 IMAGE = Path(__file__).with_name("image")  # its Dockerfile
@@ -36,7 +36,7 @@ COIN = "test $(( $(printf %s \"$TRACEGRAD_ROLLOUT_ID\" | cksum | cut -d' ' -f1) 
 class Work:
     """What is attempted. `attempts` of each task; `coin`: rewards say nothing."""
 
-    split: str
+    split: Split
     attempts: int
     coin: bool = False
 
@@ -74,6 +74,7 @@ class Sandboxes:
             logs=logs,
             limits=StageLimits(AGENTS, starts=2),
             prepare=self._launcher,
+            held_out=work.split == "held_out",
         )
 
         async def execute(ticket: Ticket, observer: AttemptObserver) -> Attempt:
