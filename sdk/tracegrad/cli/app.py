@@ -29,6 +29,7 @@ app.add_typer(rollouts.app, name="rollouts")
 app.command("proxy")(proxy_command)
 app.command(
     "run",
+    cls=run.RunCommand,
     # Options behind the command's first word are the command's own.
     context_settings={"allow_interspersed_args": False},
 )(run.run_command)
