@@ -35,7 +35,7 @@ from tracegrad.transport import ProxyRefused, ProxyUnreachable, post_json
 
 log = logging.getLogger("tracegrad.runner")
 
-AGENT_LOG, REWARD_LOG = "agent.log", "reward.log"
+AGENT_LOG, REWARD_LOG, CLEAR_LOG = "agent.log", "reward.log", "clear.log"
 # Where a scorer finds the agent's output, in a sandbox that has other files than this machine.
 OUTPUT_INSIDE = "/tmp/tracegrad-agent.log"
 # How a task and the place where it runs become what is run.
@@ -219,7 +219,7 @@ class _Attempt:
         running = asyncio.create_task(
             sandbox.run(
                 prepared.command,
-                environ={**addresses, **prepared.environ},
+                environ={**task.environ, **addresses, **prepared.environ},
                 timeout_s=task.timeout_s,
                 output=self._logs / AGENT_LOG,
                 marker=self._marker,
@@ -239,8 +239,7 @@ class _Attempt:
         with SpanScope(REWARD_SPAN, self._opened.url):
             async with self._settings.limits.reward():
                 with self._timed("reward"):
-                    for source, target in task.reward_uploads.items():
-                        await _upload(sandbox, Path(source), target)
+                    await self._upload_hidden(sandbox)
                     seen = str(output.resolve())
                     if not sandbox.shares_files:
                         await _upload(sandbox, output, seen := OUTPUT_INSIDE)
@@ -253,8 +252,26 @@ class _Attempt:
                     )
                     return await read_reward(task, said, sandbox, self._logs)
 
+    async def _upload_hidden(self, sandbox: Sandbox) -> None:
+        """What the reward alone may see, in the place of what the agent may have left there."""
+        uploads = self._task.reward_uploads
+        if not uploads:
+            return
+        said = await sandbox.run(
+            ["rm", "-rf", "--", *uploads.values()],
+            environ={"TRACEGRAD_CLEARING": self._opened.id},
+            timeout_s=self._task.reward_timeout_s,
+            output=self._logs / CLEAR_LOG,
+            marker=f"TRACEGRAD_CLEARING={self._opened.id}",
+        )
+        if said.exit_code != 0:
+            raise RewardFailed(f"rm of {', '.join(uploads.values())} {said.describe()}")
+        for source, target in uploads.items():
+            await _upload(sandbox, Path(source), target)
+
     def _reward_environ(self, end: ProcessEnd, output: str) -> dict[str, str | None]:
         return {
+            **self._task.environ,
             **self._task.reward_environ,
             "TRACEGRAD_ROLLOUT_ID": self._opened.id,
             "TRACEGRAD_TASK_ID": self._task.id,

@@ -24,7 +24,7 @@ _PREFIX = "tracegrad-run-"
 _LOCK = ".lock"
 _ADMIN_KEY = "TRACEGRAD_API_KEY"  # it opens every rollout
 # What only a container can hold.
-_NEEDS_CONTAINER = ("image", "build", "workdir", "cpus", "pids", "user", "mirror", "read_only")
+NEEDS_CONTAINER = ("workdir", "cpus", "pids", "user", "mirror", "read_only")
 
 
 class LocalSandbox:
@@ -106,7 +106,7 @@ class LocalSandboxes:
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
         """Raises SandboxError."""
-        for name in _NEEDS_CONTAINER:
+        for name in ("image", "build", *NEEDS_CONTAINER):
             if (value := getattr(spec, name)) not in (None, False):
                 raise BrokenEnvironment(f"{name} = {value}: processes of this machine have none")
         limits = Rlimits(memory_mb=spec.memory_mb)

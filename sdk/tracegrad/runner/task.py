@@ -36,6 +36,7 @@ class Task:
         agent: a recipe's name (`runner/recipes`), or a name for `ls` where `command` is given.
         prompt: what the agent is asked, in words.
         sandbox: where it runs.
+        environ: on top of the environment of the agent's command, and of the reward's.
         timeout_s: seconds of the agent's command; None: no bound.
         reward: a line for the shell that runs after the agent in the same sandbox; None: somebody
             else scores the rollout.
@@ -55,6 +56,7 @@ class Task:
     agent: str | None = None
     prompt: str | None = None
     sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    environ: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     reward: str | None = None
     reward_source: RewardSource = "exit_code"

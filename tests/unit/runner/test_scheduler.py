@@ -323,6 +323,6 @@ class Attempts(RuleBasedStateMachine):
 
 
 Attempts.TestCase.settings = hypothesis_settings(
-    max_examples=60, stateful_step_count=40, deadline=None
+    max_examples=30, stateful_step_count=40, deadline=None
 )
 TestAttempts = Attempts.TestCase
