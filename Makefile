@@ -6,8 +6,8 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills soak gpu-check controls check install \
-	install-dev lock
+.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
+	controls cli-agent sql-agent check install install-dev lock
 
 install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
@@ -46,6 +46,9 @@ bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop an
 bench-kills: install-dev  ## the demo's task while its processes are killed, 105 times; writes docs/bench-kills.md
 	@exec $(BIN)/python -m bench.kills
 
+bench-rollouts: install-dev  ## rollouts a minute and the engine's idle share under four schedules; writes docs/bench-rollouts.md
+	@exec $(BIN)/python -m bench.rollouts
+
 soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
 	@exec $(BIN)/python -m bench.soak
 
@@ -57,6 +60,12 @@ live: install  ## a chat service learns from late thumbs; an exploit is noticed 
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls
+
+cli-agent: install-dev  ## mini-swe-agent, unmodified, learns in Docker sandboxes: three seeds rise, two controls do not
+	@exec $(BIN)/python -m examples.cli_agent
+
+sql-agent: install-dev  ## a LangGraph agent learns to write SQL: three seeds rise, two controls do not
+	@exec $(BIN)/python -m examples.sql_agent
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from tracegrad.runner.task_run import RunSettings, TaskRun
 
 from bench.rollouts.workload import FASTEST_S, Rollout
 from tracegrad import flush
@@ -23,6 +22,7 @@ from tracegrad.runner.driver import RunObserver
 from tracegrad.runner.local_sandbox import LocalSandboxes
 from tracegrad.runner.scheduler import Ticket
 from tracegrad.runner.task import Task
+from tracegrad.runner.task_run import RunSettings, TaskRun
 from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
@@ -100,7 +100,7 @@ def proxy(folder: Path) -> Iterator[None]:
     child.start()
     try:
         url = f"http://127.0.0.1:{port}"
-        child.wait_until_ready(lambda: is_responding(f"{url}/healthz"), timeout_s=120)
+        child.wait_until_ready(lambda: is_responding(f"{url}/healthz"), timeout_s=600)
         os.environ["TRACEGRAD_URL"] = url
         yield
     finally:

@@ -26,12 +26,12 @@ RUNNER, BARRIER = "this runner", "gather of each batch"
 _INTRODUCTION = """\
 # Rollouts a minute
 
-Written by `make bench-rollouts`; do not edit. The engine and the environments are scripted, so that
-only the schedule differs: a rollout has {turns[0]} to {turns[1]} turns, each a reply of {reply} s by
-one of the engine's {slots} slots and a step of the environment of {fastest} to {slowest} s
-(lognormal, median {median} s). All schedules have {concurrency} rollouts at once. The clock runs
-{faster:.0f} times as fast: a second of the workload is {scale:g} s here, and rates are in minutes of
-the workload. {cores} cores, load {load:.1f} when it began, {machine}, {day}.
+Written by `make bench-rollouts`; do not edit. The engine and the environments are scripted, so
+that only the schedule differs: a rollout has {turns[0]} to {turns[1]} turns, each a reply of
+{reply} s by one of the engine's {slots} slots and a step of the environment of {fastest} to
+{slowest} s (lognormal, median {median} s). All schedules have {concurrency} rollouts at once. The
+clock runs {faster:.0f} times as fast: a second of the workload is {scale:g} s here, and rates are
+in minutes of the workload. {cores} cores, load {load:.1f} when it began, {machine}, {day}.
 """
 
 
