@@ -25,6 +25,7 @@ installer = "pip"
 packages = ["mine=={version}"]
 command = ["mine", "--task={prompt}"]
 """
+WORDS = '["mine", "--task={prompt}"]'
 ALL = {
     "claude-code", "codex", "gemini-cli", "mini-swe-agent", "opencode", "qwen-code",
 }  # fmt: skip
@@ -86,27 +87,28 @@ def test_by_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("version", "verison"), "version: it is missing; write the agent's version"),
-        (('"1.0"', "1.0"), "version: input should be a valid string; write the agent's version"),
-        (('"1.0"', '"../../x"'), "version: string should match pattern"),
-        (('"mine"', '"My Agent"'), "name: string should match pattern"),
-        (('"chat"', '"openai"'), "dialect: input should be 'chat', 'completions', "),
-        (('"pip"', '"brew"'), "installer: input should be 'npm', 'pip', "),
-        (('["mine", "--task={prompt}"]', '"mine {prompt}"'), "command: .*; write a list of words"),
-        (('["mine", "--task={prompt}"]', '["mine", 3, "{prompt}"]'), r"command\.1: .*; write a li"),
-        (('["mine", "--task={prompt}"]', "[]"), "command: .*; write a list of words"),
+        (("version", "verison"), "verison: there is no such field; did you mean version?"),
+        (('version = "1.0"', ""), "version: it is missing; write the agent's"),
+        (('"1.0"', "1.0"), "version: 1.0 is no text; write the agent's"),
+        (('"1.0"', '"../../x"'), "version: '../../x' cannot be one; write the agent's"),
+        (('"mine"', '"My Agent"'), "name: 'My Agent' cannot be one; write small letters"),
+        (('"chat"', '"openai"'), 'dialect: \'openai\' cannot be one; write one of "chat", "compl'),
+        (('"pip"', '"brew"'), "installer: 'brew' cannot be one; write one of"),
+        ((WORDS, '"mine {prompt}"'), "command: .* is no list of texts; write a list of words"),
+        ((WORDS, '["mine", 3, "{prompt}"]'), "command: .* is no list of texts; write a list"),
+        ((WORDS, "[]"), "command: it is empty; write a list of words"),
         (("{prompt}", "hello"), r"command: the agent would not hear its task; put \{prompt\}"),
         (("{prompt}", "{promt}"), r"command\.1: \{promt\} stands for nothing; did you mean"),
         (('["mine=={version}"]', "[]"), "packages: pip has nothing to install; name it there"),
-        (("packages", "pakages"), "pakages: there is no such field; did you mean packages?"),
+        (('"pip"', '"shell"'), "shell: shell has nothing to install; name it there"),
         (('"pip"', '"none"\nlock = "x"'), "lock: none reads none; leave it out"),
         (('"pip"', '"pip"\nlock = "x"'), "lock: .*x is not there; its path is relative to the"),
-        (('"pip"', '"pip"\nhome = "no"'), "home: .*; write true or false"),
+        (('"pip"', '"pip"\nhome = "no"'), "home: 'no' is neither; write true or false"),
         (('"pip"', '"pip"\nhome = false\nfiles.a = "b"'), "files: .*; write home = true, or abs"),
-        (('"pip"', '"pip"\nenviron.A = 1'), r"environ\.A: .*; write texts in quotes"),
+        (('"pip"', '"pip"\nenviron.A = 1'), "environ: A = 1 is no text; write variables, such"),
+        (('"pip"', '"pip"\nfiles = "x"'), "files: 'x' is no table; write texts by their path"),
         (('"pip"', '"pip"\nneeds = "git"'), "needs: .*; write a list of programs"),
-        (('"pip"', '"pip"\ntraps = [{what = "x"}]'), r"traps\.0\.remedy: it is missing; write wh"),
-        (('"pip"', '"pip"\ntraps = [{what = "", remedy = "", cure = 1}]'), r"traps\.0\.cure: the"),
+        (('"pip"', '"pip"\ntraps = [{what = "x"}]'), r"traps: .* has not both.*; write \[\[traps"),
         (("name =", "name"), "no TOML: "),
     ],
 )  # fmt: skip
