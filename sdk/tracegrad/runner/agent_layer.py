@@ -88,9 +88,11 @@ def _moved_environment(recipe: Recipe, own: str) -> str:
     packages = shlex.join(recipe.packages)
     if recipe.lock is not None:
         packages = f"--no-deps --require-hashes -r {own}.txt"
+    # What is found in PATH may be another program that starts it (pyenv's).
     return f"""\
 python=$(command -v python{version} || command -v python3) || {_failed(recipe, _NO_PYTHON)}
-if [ "$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {version} ]; then
+if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {version} ]; then
+    python=$("$python" -c 'import sys; print(sys._base_executable)')
     for name in python python3 python{version}; do ln -sf "$python" {own}/bin/$name; done
     sed -i "s|^home = .*|home = $(dirname "$python")|" {own}/pyvenv.cfg
     for file in {own}/bin/*; do

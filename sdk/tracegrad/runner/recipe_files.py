@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, get_args
 
 from tracegrad.runner.recipe import SHIPPED, Dialect, Installer, Recipe, Trap
 
@@ -20,55 +19,92 @@ PLACEHOLDERS = (
 )  # fmt: skip
 
 _WORD = re.compile(r"(?<!\$)\{([a-z_]+)\}")
-_NAME, _VERSION = r"^[a-z0-9][a-z0-9._-]*$", r"^[A-Za-z0-9][A-Za-z0-9._+-]*$"
+_NAME, _VERSION = r"[a-z0-9][a-z0-9._-]*", r"[A-Za-z0-9][A-Za-z0-9._+-]*"
 
 
 class RecipeError(ValueError):
     """One line: file, field, what is wrong, the fix."""
 
 
-class _TrapTable(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    what: str = Field(description="what goes wrong, in a sentence")
-    remedy: str = Field(description="what is done about it, in a sentence")
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """`what`: to write there. `read` raises ValueError with what is wrong."""
+
+    what: str
+    read: Callable[[Any], Any]
+    required: bool = False
 
 
-_Words = Annotated[tuple[str, ...], Field(strict=False)]
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.60} is no text")
+    return value
 
 
-class _RecipeTable(BaseModel):
-    """What a file may say. A field's description is what to write there."""
+def _matching(pattern: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if re.fullmatch(pattern, _text(value)) is None:
+            raise ValueError(f"{value!r:.60} cannot be one")
+        return str(value)
 
-    model_config = ConfigDict(extra="forbid", strict=True)
-    name: str = Field(
-        pattern=_NAME, description='the name for --agent: small letters, digits, "-", "_" and "."'
-    )
-    version: str = Field(pattern=_VERSION, description='the agent\'s version, such as "1.2.3"')
-    dialect: Dialect = Field(
-        description='"chat", "completions", "responses", "messages" or "gemini"'
-    )
-    about: str = Field("", description="whose it is, in a line")
-    installer: Installer = Field(description='"npm", "pip", "apt", "shell" or "none"')
-    packages: _Words = Field((), description='a list, such as ["agent=={version}"]')
-    lock: str | None = Field(
-        None, description="npm's folder with package-lock.json, or a requirements file with hashes"
-    )
-    shell: _Words = Field((), description="a list of lines for the shell")
-    command: _Words = Field(
-        min_length=1, description='a list of words, such as ["agent", "{prompt}"]'
-    )
-    environ: Mapping[str, str | dict[str, Any]] = Field(
-        default_factory=dict, description="texts in quotes; a table becomes JSON"
-    )
-    inherit: _Words = Field((), description="a list of the variables' names")
-    files: Mapping[str, str | dict[str, Any]] = Field(
-        default_factory=dict, description="texts in quotes; a table becomes JSON"
-    )
-    home: bool = Field(True, description="true or false")
-    needs: _Words = Field((), description='a list of programs, such as ["bash", "git"]')
-    traps: list[_TrapTable] = Field(
-        default_factory=list, description="[[traps]] tables, each with `what` and `remedy`"
-    )
+    return read
+
+
+def _one_of(kind: Any) -> Callable[[Any], str]:
+    return _matching("|".join(get_args(kind)))
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        raise ValueError(f"{value!r:.60} is no list of texts")
+    return tuple(value)
+
+
+def _texts(value: Any) -> dict[str, str]:
+    """A table within becomes JSON."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.60} is no table")
+    for name, text in value.items():
+        if not isinstance(text, str | dict):
+            raise ValueError(f"{name} = {text!r:.60} is no text")
+    return {
+        name: text if isinstance(text, str) else json.dumps(text) for name, text in value.items()
+    }
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{value!r:.60} is neither")
+    return value
+
+
+def _traps(value: Any) -> tuple[Trap, ...]:
+    traps = value if isinstance(value, list) else [value]
+    for trap in traps:
+        if not isinstance(trap, dict) or set(trap) != {"what", "remedy"}:
+            raise ValueError(f"{trap!r:.60} has not both, or something else")
+    return tuple(Trap(_text(trap["what"]), _text(trap["remedy"])) for trap in traps)
+
+
+_NAMES = ", ".join(f'"{name}"' for name in get_args(Dialect))
+_INSTALLERS = ", ".join(f'"{name}"' for name in get_args(Installer))
+_FIELDS = {
+    "name": _Field('small letters, digits, "-", "_", "."', _matching(_NAME), required=True),
+    "version": _Field('the agent\'s, such as "1.2.3"', _matching(_VERSION), required=True),
+    "dialect": _Field(f"one of {_NAMES}", _one_of(Dialect), required=True),
+    "about": _Field("whose it is, in a line", _text),
+    "installer": _Field(f"one of {_INSTALLERS}", _one_of(Installer), required=True),
+    "packages": _Field('a list, such as ["agent=={version}"]', _words),
+    "lock": _Field("npm's folder with package-lock.json, or requirements with hashes", _text),
+    "shell": _Field("a list of lines for the shell", _words),
+    "command": _Field('a list of words, such as ["agent", "{prompt}"]', _words, required=True),
+    "environ": _Field('variables, such as URL = "{base_url}"; a table becomes JSON', _texts),
+    "inherit": _Field("a list of variables' names", _words),
+    "files": _Field("texts by their path; a table becomes JSON", _texts),
+    "home": _Field("true or false", _truth),
+    "needs": _Field('a list of programs, such as ["bash", "git"]', _words),
+    "traps": _Field("[[traps]] tables, each with `what` and `remedy`", _traps),
+}
 
 
 def load_recipe(path: Path, version: str | None = None) -> Recipe:
@@ -79,63 +115,37 @@ def load_recipe(path: Path, version: str | None = None) -> Recipe:
         raise RecipeError(f"{path}: {error.strerror}; name a recipe's file") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise RecipeError(f"{path}: no TOML: {error}") from None
-    try:
-        table = _RecipeTable.model_validate(given)
-    except ValidationError as error:
-        raise RecipeError(f"{path}: {_problem(error)}") from None
-    recipe = _recipe(table, path, version)
+    values = _values(given, f"{path}: ")
+    if version is not None and version != values["version"]:
+        # The lock pins the version that the file names.
+        values = {**values, "version": version, "lock": None}
+    for name in ("packages", "shell"):
+        words = values.get(name, ())
+        values[name] = tuple(each.replace("{version}", values["version"]) for each in words)
+    if values.get("lock") is not None:
+        values["lock"] = path.parent / values["lock"]
+    recipe = Recipe(**values, path=path)
     _check(recipe, f"{path}: ")
     return recipe
 
 
-def _recipe(table: _RecipeTable, path: Path, version: str | None) -> Recipe:
-    other = version is not None and version != table.version
-    version = table.version if version is None else version
-    return Recipe(
-        name=table.name,
-        version=version,
-        dialect=table.dialect,
-        about=table.about,
-        installer=table.installer,
-        packages=tuple(each.replace("{version}", version) for each in table.packages),
-        # It pins the version that the file names.
-        lock=None if table.lock is None or other else path.parent / table.lock,
-        shell=tuple(each.replace("{version}", version) for each in table.shell),
-        command=table.command,
-        environ=_texts(table.environ),
-        inherit=table.inherit,
-        files=_texts(table.files),
-        home=table.home,
-        needs=table.needs,
-        traps=tuple(Trap(each.what, each.remedy) for each in table.traps),
-        path=path,
-    )
-
-
-def _texts(values: Mapping[str, str | dict[str, Any]]) -> dict[str, str]:
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in values.items()
-    }
-
-
-def _problem(error: ValidationError) -> str:
-    """Of the first one: `field: what is wrong; the fix`."""
-    one = error.errors()[0]
-    # A union's branches are the last parts of a place; they say nothing to a user.
-    place = [str(part) for part in one["loc"] if part not in ("str", "dict[str,any]")]
-    name = ".".join(place)
-    if one["type"] == "extra_forbidden":
-        known = [*(_TrapTable if place[0] == "traps" else _RecipeTable).model_fields]
-        close = get_close_matches(place[-1], known, n=1)
-        fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        return f"{name}: there is no such field; {fix}"
-    fields = _RecipeTable.model_fields
-    if place[0] == "traps" and len(place) > 2 and place[-1] in _TrapTable.model_fields:
-        fields = _TrapTable.model_fields
-    wanted = fields[place[-1] if place[-1] in fields else place[0]].description
-    problem = "it is missing" if one["type"] == "missing" else one["msg"].lower()
-    return f"{name}: {problem}; write {wanted}"
+def _values(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Raises RecipeError."""
+    found: dict[str, Any] = {}
+    for name in given:
+        if name not in _FIELDS:
+            close = get_close_matches(name, _FIELDS, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(_FIELDS)}"
+            raise RecipeError(f"{where}{name}: there is no such field; {fix}")
+    for name, field in _FIELDS.items():
+        if name in given:
+            try:
+                found[name] = field.read(given[name])
+            except ValueError as error:
+                raise RecipeError(f"{where}{name}: {error}; write {field.what}") from None
+        elif field.required:
+            raise RecipeError(f"{where}{name}: it is missing; write {field.what}")
+    return found
 
 
 def _check(recipe: Recipe, where: str) -> None:
@@ -151,6 +161,8 @@ def _check(recipe: Recipe, where: str) -> None:
             if close and word != close[0]:
                 raise RecipeError(f"{where}{field}: {{{word}}} stands for nothing; "
                                   f"did you mean {{{close[0]}}}?")  # fmt: skip
+    if not recipe.command:
+        raise RecipeError(f"{where}command: it is empty; write {_FIELDS['command'].what}")
     if not any("{prompt}" in text for text in texts.values()):
         raise RecipeError(f"{where}command: the agent would not hear its task; put {{prompt}} in"
                           " a word of it, or in environ or files")  # fmt: skip
@@ -186,7 +198,7 @@ def find_recipe(agent: str, own: Path = OWN) -> Recipe:
     if is_path(agent):
         return load_recipe(Path(agent))
     name, _, version = agent.partition("@")
-    if version and re.match(_VERSION, version) is None:
+    if version and re.fullmatch(_VERSION, version) is None:
         raise RecipeError(f"{agent}: {version!r} is no version; write NAME@VERSION")
     paths = recipe_paths(own)
     if name not in paths:
