@@ -55,6 +55,7 @@ class Plan:
     learning_rate: float | None = None
     coin: bool = False
     held_out: int = 60
+    temperature: float = 1.0  # of the exams
     examine_first: bool = True
 
 
@@ -106,7 +107,7 @@ class _Run(RunObserver):
         )
 
     async def _examine(self, name: str, places: Sandboxes) -> Score:
-        """At temperature 1, each task once."""
+        """Each task once."""
         asked, score = tasks.held_out(self._plan.held_out), Score(0, 0)
         with self._screen.phase(name, len(asked)) as phase:
 
@@ -118,7 +119,7 @@ class _Run(RunObserver):
 
             self._told = told
             logs = self._plan.state_dir / "attempts"
-            work = Work(split="held_out", attempts=1)
+            work = Work(split="held_out", attempts=1, temperature=self._plan.temperature)
             await places.attempt(asked, work, logs=logs, observer=self)
         return score
 

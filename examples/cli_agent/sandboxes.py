@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from examples.shop.screen import Screen
-from tracegrad.runner.agent_launcher import AgentLauncher
 
-from tracegrad import intake
+from tracegrad import Rollout, intake
 from tracegrad.context import proxy_url
 from tracegrad.runner.agent_install import InstallFailed, install_agent
-from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, run_attempt
+from tracegrad.runner.agent_launcher import AgentLauncher
+from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, Prepare, run_attempt
 from tracegrad.runner.driver import Driver, RunObserver, unpaced
 from tracegrad.runner.local_sandbox import LocalSandboxes
 from tracegrad.runner.recipe_files import RecipeError, find_recipe
-from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
+from tracegrad.runner.sandbox import Sandbox, SandboxBackend, SandboxSpec
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
+from tracegrad.runner.task import AgentCommand
 from tracegrad.runner.task import Task as RunnerTask
 
 from .tasks import Split, Task, workspace
@@ -38,6 +39,7 @@ class Work:
 
     split: Split
     attempts: int
+    temperature: float = 1.0
     coin: bool = False
 
 
@@ -73,7 +75,7 @@ class Sandboxes:
             backend=self._backend,
             logs=logs,
             limits=StageLimits(AGENTS, starts=2),
-            prepare=self._launcher,
+            prepare=self._at(work.temperature),
             held_out=work.split == "held_out",
         )
 
@@ -89,6 +91,16 @@ class Sandboxes:
                 scheduler, execute, pace=lambda: _place(driver, enough), observer=observer
             )
         await driver.run()
+
+    def _at(self, temperature: float) -> Prepare:
+        """mini-swe-agent takes its settings from its command, too."""
+
+        def prepare(task: RunnerTask, opened: Rollout, sandbox: Sandbox) -> AgentCommand:
+            found = self._launcher(task, opened, sandbox)
+            setting = ("-c", f"model.model_kwargs.temperature={temperature:g}")
+            return replace(found, command=(*found.command, *setting))
+
+        return prepare
 
     def _runner_task(self, task: Task, work: Work) -> RunnerTask:
         return self._launcher.add(
