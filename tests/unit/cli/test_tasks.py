@@ -13,8 +13,8 @@ from tracegrad.cli.app import app
 from tracegrad.cli.options import who_decides
 from tracegrad.events import Outcome
 from tracegrad.store import Store
+from tracegrad.store.ledger.quarantine import apply_rule
 from tracegrad.store.read.task_health import FAILS, QuarantineRule, Subject
-from tracegrad.store.write.task_decisions import apply_rule
 
 
 def tasks(url: str, *arguments: str, columns: int = 100) -> Result:

@@ -22,6 +22,7 @@ from tracegrad.cli.render.task_health import (
 )
 from tracegrad.cli.store_option import JsonOption, StoreOption, fail, open_store, print_json
 from tracegrad.store import ALL, RolloutFilter
+from tracegrad.store.ledger.quarantine import decide
 from tracegrad.store.read.rollouts import RolloutOrder, summarize_tasks
 from tracegrad.store.read.task_health import (
     DEFAULT_RULE,
@@ -35,7 +36,6 @@ from tracegrad.store.read.task_health import (
     subject_health,
 )
 from tracegrad.store.read.task_titles import load_inputs
-from tracegrad.store.write.task_decisions import decide
 from tracegrad.text_format import format_count
 
 REFUSED = 1
@@ -76,7 +76,7 @@ def list_command(
     limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
-    """List tasks: attempts, outcomes, rewards, pass rate, state and why.
+    """List tasks: attempts, outcomes, pass rate, state and why.
 
     Those that are set aside come first. The filters choose the rollouts that are counted; a task's
     state is of all of its attempts.
@@ -147,7 +147,7 @@ def quarantine_command(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set a task aside: the runner leaves it out until somebody releases it."""
+    """Set a task aside: the runner leaves it out."""
     _decide("quarantine", subject_id, why, image=image, store=store, as_json=as_json)
 
 
@@ -159,7 +159,7 @@ def release_command(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let a task be run again: what was before does not count any more."""
+    """Let a task be run again: what was before does not count."""
     _decide("release", subject_id, why, image=image, store=store, as_json=as_json)
 
 

@@ -13,13 +13,13 @@ from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store import Store
 from tracegrad.store.errors import StoreError
+from tracegrad.store.ledger.quarantine import apply_rule
 from tracegrad.store.read.task_health import (
     DEFAULT_RULE,
     QuarantineRule,
     Subject,
     SubjectHealth,
 )
-from tracegrad.store.write.task_decisions import apply_rule
 
 Name = Annotated[str, Field(min_length=1, max_length=2048)]
 

@@ -4,7 +4,7 @@ decided about them.
 A rule finds two kinds that are not. One *fails*: its newest attempts all ended with a failure that
 is not the policy's, and meanwhile attempts at others succeeded (where nobody does, the machine is
 what fails). Of the other kind the reward *never varies*: the newest rewards are equal, over several
-policy versions, so that comparing them teaches nothing. Nothing here writes: `write.task_decisions`
+policy versions, so that comparing them teaches nothing. Nothing here writes: `ledger.quarantine`
 records what was found.
 """
 

@@ -13,6 +13,7 @@ from sqlalchemy import func, select
 from support.store.events import chain
 from tracegrad.events import Event, Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store
+from tracegrad.store.ledger.quarantine import apply_rule, decide
 from tracegrad.store.models import TaskDecisions
 from tracegrad.store.read.task_health import (
     EQUAL_REWARD,
@@ -25,7 +26,6 @@ from tracegrad.store.read.task_health import (
     quarantined,
     subject_health,
 )
-from tracegrad.store.write.task_decisions import apply_rule, decide
 
 RULE = QuarantineRule(failures=3, equal_rewards=4, versions=2, retry_after_s=60)
 TASK, IMAGE = Subject("task", "t"), Subject("image", "img")
