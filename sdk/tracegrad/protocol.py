@@ -19,6 +19,8 @@ STATE_HEADER = "x-tracegrad-state"
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
 CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
+# Spans of the runner's work around an agent: a sandbox is waited for and starts; it is scored.
+SANDBOX_SPAN, REWARD_SPAN = "tracegrad.sandbox", "tracegrad.reward"
 
 # The tag of a rollout that ran in an image: quarantine finds images by it.
 IMAGE_TAG = "image"

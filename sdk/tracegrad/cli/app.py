@@ -40,6 +40,7 @@ app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
 app.command(
     "run",
+    cls=run.RunCommand,
     # Options behind the command's first word are the command's own.
     context_settings={"allow_interspersed_args": False},
 )(run.run_command)
