@@ -17,7 +17,7 @@ from contextvars import ContextVar, Token
 from typing import Any, NoReturn, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
-from tracegrad.client_environ import HELD_OUT, subprocess_environ
+from tracegrad.client_environ import HELD_OUT_VARIABLE, subprocess_environ
 from tracegrad.events import (
     REWARD_RANGE,
     Event,
@@ -468,9 +468,9 @@ def environment_held_out() -> bool:
     Raises:
         ValueError: it is neither 1 nor 0.
     """
-    said = os.environ.get(HELD_OUT, "").strip()
+    said = os.environ.get(HELD_OUT_VARIABLE, "").strip()
     if said not in ("", "0", "1"):
-        raise ValueError(f"{HELD_OUT}: {said!r:.40}; write 1, or 0")
+        raise ValueError(f"{HELD_OUT_VARIABLE}: {said!r:.40}; write 1, or 0")
     return said == "1"
 
 

@@ -14,6 +14,7 @@ from tracegrad.cli.commands import (
     rollouts,
     run,
     score,
+    tasks,
 )
 from tracegrad.cli.options import VersionOption
 from tracegrad.environment import unread_variables
@@ -37,6 +38,7 @@ def _callback(version: VersionOption = False) -> None:
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(agents.app, name="agents")
+app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
 app.command(
     "run",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import inspect
 import re
+import socket
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -19,6 +21,15 @@ from tracegrad.version import VERSION
 
 _AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
+
+
+def who_decides() -> str:
+    """user@host"""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, in a container
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 def _print_version(wanted: bool) -> None:

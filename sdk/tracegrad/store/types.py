@@ -52,8 +52,9 @@ class RolloutSummary:
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
     `named_reward`, `scoring_failed`, `leased`, `no_task`, `waiting`, `held_out` (marked so, however
-    else it stands) or `consumed` (trained or skipped: `consumed_step`). A rollout that `continues` another is one that nobody named, whose
-    conversation goes on from that one, which training had by then.
+    else it stands) or `consumed` (trained or skipped: `consumed_step`). A rollout that
+    `continues` another is one that nobody named, whose conversation goes on from that one, which
+    training had by then.
     """
 
     rollout_id: str

@@ -147,7 +147,7 @@ def test_held_out_ones_are_told_by_every_command_also_when_they_are_consumed(
     assert printed(url, "ls", "--eval").splitlines()[1].split()[-1] == "held_out"
     assert printed_json(url, "show", "held_out")["held_out"] is True
     shown = printed(url, "show", "held_out")
-    assert "held out   for evaluation: never trained" in shown
+    assert "held out  for evaluation: never trained" in shown
     [reason] = printed_json(url, "explain", "held_out")["not_trained"]
     assert (reason["reason"], reason["final"]) == ("held_out", True)
     assert standing.turn_counts().skipped["held_out"] == 9
@@ -162,9 +162,9 @@ def test_those_that_training_is_done_with_were_trained_or_skipped(
 
 def test_sorted_by_reward_those_without_one_come_last(standing: Store, url: str) -> None:
     found = ids(url, "--sort", "reward")
-    assert found[:5] == ["leased", "waiting", "consumed", "no_task", "skipped"]
+    assert found[:6] == ["leased", "waiting", "consumed", "no_task", "skipped", "held_out"]
     # The rest has none, and is sorted by age.
-    assert found[5:] == ["named_reward", "env_error", "no_reward", "open", "leased-too"]
+    assert found[6:] == ["named_reward", "env_error", "no_reward", "open", "leased-too"]
     assert ids(url, "--sort", "reward", "--limit", "1") == ["leased"]
 
 

@@ -251,6 +251,7 @@ def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
         "/api/intake",
         "/api/push",
         "/api/push/hold",
+        "/api/tasks/check",
         "/api/push/version",
         "/api/push/release",
         "/api/rollouts/{rollout_id}/keys",

@@ -1,5 +1,4 @@
-"""Held-out rollouts, by mark or by tags, are for evaluation: they are consumed with that reason, and
-never leased."""
+"""Held-out rollouts, by mark or by tags, are consumed with that reason, and never leased."""
 
 from __future__ import annotations
 
