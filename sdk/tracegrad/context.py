@@ -84,6 +84,7 @@ class Rollout:
         self.task_id = task_id
         self.url = url
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
+        self.given_reward: float | None = None  # the last of them
         # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
         # span other than ours began.
         self.may_have_calls = False
@@ -212,7 +213,7 @@ class Rollout:
             )
             return
         if turn is None and name == "reward":
-            self.rewarded = True
+            self.rewarded, self.given_reward = True, number
         said = (
             None if comment is None else bounded_str(comment, MAX_COMMENT_CHARS - 1)
         )  # and an ellipsis

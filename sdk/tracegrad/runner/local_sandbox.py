@@ -127,7 +127,7 @@ class LocalSandboxes:
 
     def _make(self, workspace: Path | None, limits: Rlimits) -> LocalSandbox:
         if self._root is None:
-            remove_abandoned()
+            remove_abandoned(Path(tempfile.gettempdir()))
             self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
             self._lock = _locked(self._root)
         made = Path(tempfile.mkdtemp(dir=self._root, prefix=""))
@@ -139,10 +139,10 @@ class LocalSandboxes:
         return LocalSandbox(folder, limits=limits, remove=made)
 
 
-def remove_abandoned() -> int:
+def remove_abandoned(temp: Path) -> int:
     """Folders of runners that are gone; how many there were. A living one holds its lock."""
     removed = 0
-    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for root in temp.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if root.is_symlink() or root.stat().st_uid != os.geteuid():
                 continue
