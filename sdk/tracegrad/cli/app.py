@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from tracegrad.cli.commands import doctor, export, import_, prune, redact, rollouts, run, score
+from tracegrad.cli.commands import (
+    doctor,
+    export,
+    import_,
+    prune,
+    redact,
+    rollouts,
+    run,
+    score,
+    tasks,
+)
 from tracegrad.cli.options import VersionOption
 from tracegrad.environment import unread_variables
 from tracegrad.proxy.cli import proxy_command
@@ -26,6 +36,7 @@ def _callback(version: VersionOption = False) -> None:
 
 
 app.add_typer(rollouts.app, name="rollouts")
+app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
 app.command("run", cls=run.RunCommand)(run.run_command)
 app.command("score")(score.score_command)
