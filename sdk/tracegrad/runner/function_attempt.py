@@ -64,9 +64,13 @@ async def run_function(
     task: Any, task_id: str, settings: FunctionSettings, observer: AttemptObserver
 ) -> Attempt:
     """A rollout of its own. A cancellation ends it as aborted, and is raised."""
-    given: dict[str, Any] = {"held_out": True} if settings.held_out else {}
-    tags, agent = settings.tags, settings.name
-    with rollout(task_id, tags=tags, agent=agent, input=task, **given) as opened:
+    with rollout(
+        task_id,
+        tags=settings.tags,
+        agent=settings.name,
+        input=task,
+        held_out=settings.held_out,
+    ) as opened:
         observer.opened(opened.id)
         try:
             return await _FunctionAttempt(task, task_id, opened, settings, observer).run()
