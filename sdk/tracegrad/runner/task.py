@@ -12,6 +12,21 @@ RewardSource = Literal["exit_code", "last_line", "file"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AgentCommand:
+    """What is run in a sandbox for one attempt.
+
+    Attributes:
+        command: words; nothing is expanded.
+        environ: on top of the addresses and keys; None: not to be set.
+        files: written before it starts: path inside -> text.
+    """
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str | None] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """One task, and how an attempt at it is run and scored.
 
