@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.proxy.servers import eventually
-from tracegrad.runner import output_capture
+from tracegrad.runner import local_process, output_capture
 from tracegrad.runner.local_process import run_process
 from tracegrad.runner.outcomes import ProcessEnd
 
