@@ -2,9 +2,10 @@
 
 What comes from a sandbox comes from the agent that is scored. An open proxy believes rewards of
 whoever brings no key, so the relay says in each request that an agent sends it (an agent's key
-without a rollout): then the proxy takes calls and spans, and neither rewards nor ends, from it. The
-two lines go in behind the first one, which nobody reads differently. "Connection: close": the
-proxy answers one request of a connection, so that no second one passes without them.
+without a rollout): then the proxy takes calls and spans, and neither rewards nor ends, from it. Its
+lines go in behind the first one, which nobody reads differently. "Connection: close": one request
+of a connection is answered, so that no second one passes without them. The Host is the address's
+own: proxies and mirrors look at it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from tracegrad.protocol import API_KEY_PREFIX, KEY_HEADER
 
 MAX_CONNECTIONS = 128  # of one sandbox: more are closed at once, the runner has few files to open
 _CHUNK = 64 << 10
-_REQUEST_LINE_S = 60.0  # until the first line is there
+_HEAD_S = 60.0  # until a request's head is there
+_MOST_HEAD = 128 << 10  # bytes
 _CONNECT_S = 10.0
-_AGENTS_LINES = f"{KEY_HEADER}: {API_KEY_PREFIX}\r\nconnection: close\r\n".encode()
+_AGENTS_KEY = f"{KEY_HEADER}: {API_KEY_PREFIX}\r\n".encode()
+_REPLACED = (b"host:", b"connection:", b"keep-alive:")
 _UNREACHABLE = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
@@ -51,6 +54,13 @@ class RelayTarget:
             raise ValueError(f"{url!r} is no http(s) URL: write http://HOST:PORT")
         port = parts.port or _DEFAULT_PORTS[parts.scheme]
         return cls(parts.hostname, port, parts.scheme == "https", marks_agent)
+
+    @property
+    def authority(self) -> str:
+        """As a request's Host."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = _DEFAULT_PORTS["https" if self.tls else "http"]
+        return host if self.port == default else f"{host}:{self.port}"
 
     def serves(self, url: str) -> bool:
         other = RelayTarget.of_url(url, marks_agent=self.marks_agent)
@@ -96,9 +106,7 @@ class Relay:
             writer.close()
 
     async def _pass_on(self, reader: StreamReader, writer: StreamWriter) -> None:
-        head = b""
-        if self.target.marks_agent:
-            head = await asyncio.wait_for(_request_line(reader), _REQUEST_LINE_S) + _AGENTS_LINES
+        head = await asyncio.wait_for(self._head(reader), _HEAD_S)
         try:
             theirs, ours = await asyncio.wait_for(self._connect(), _CONNECT_S)
         except (OSError, TimeoutError):
@@ -111,18 +119,26 @@ class Relay:
         finally:
             ours.close()
 
+    async def _head(self, reader: StreamReader) -> bytes:
+        """Of a request, as it is passed on. Empty lines before it are allowed, and left out."""
+        while not (first := await reader.readuntil(b"\n")).strip(b"\r\n"):
+            pass
+        kept, size = [], 0
+        while not kept or kept[-1].strip(b"\r\n"):
+            kept.append(await reader.readuntil(b"\n"))
+            size += len(kept[-1])
+            if size > _MOST_HEAD:
+                raise asyncio.LimitOverrunError("the head is too long", size)
+        kept = [line for line in kept if not line.lower().startswith(_REPLACED)]
+        mark = _AGENTS_KEY if self.target.marks_agent else b""
+        own = f"host: {self.target.authority}\r\nconnection: close\r\n".encode()
+        return b"".join([first, mark, own, *kept])
+
     async def _connect(self) -> tuple[StreamReader, StreamWriter]:
         tls = ssl.create_default_context() if self.target.tls else None
         return await asyncio.open_connection(
             self.target.host, self.target.port, ssl=tls, limit=_CHUNK
         )
-
-
-async def _request_line(reader: StreamReader) -> bytes:
-    """Empty lines before it are allowed, and left out."""
-    while not (line := await reader.readuntil(b"\n")).strip(b"\r\n"):
-        pass
-    return line
 
 
 async def _pump(reader: StreamReader, writer: StreamWriter) -> None:
