@@ -20,15 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from tracegrad.private_files import open_private
 from tracegrad.runner.outcomes import ProcessEnd
+from tracegrad.runner.output_capture import CHUNK, OutputCapture
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-MAX_OUTPUT = 64 << 20  # bytes of it that are kept in its file: the first ones
-_CHUNK = 64 << 10
-_LAST_LINE_CHARS = 300
 _LOOK_AGAIN_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
@@ -129,14 +126,7 @@ def _prepare(limits: Rlimits) -> None:
     limits.apply()
 
 
-class _Capture:
-    """What is printed, in a file as far as that may grow, and its last bytes here."""
-
-    def __init__(self, file: BinaryIO, echo: Callable[[bytes], object] | None) -> None:
-        self._file, self._echo = file, echo
-        self._room = MAX_OUTPUT
-        self._last = b""
-
+class _Capture(OutputCapture):
     async def read(self, pipe: int) -> None:
         """To the end of the pipe, which it closes."""
         stream = asyncio.StreamReader()
@@ -144,23 +134,10 @@ class _Capture:
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb")
         )
         try:
-            while some := await stream.read(_CHUNK):
-                self._take(some)
+            while some := await stream.read(CHUNK):
+                self.take(some)
         finally:
             transport.close()
-
-    def _take(self, some: bytes) -> None:
-        self._file.write(some[: self._room])
-        self._file.flush()  # somebody may be watching
-        self._room = max(0, self._room - len(some))
-        self._last = (self._last + some)[-_CHUNK:]
-        if self._echo is not None:
-            self._echo(some)
-
-    def last_line(self) -> str:
-        lines = self._last.decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return said[:_LAST_LINE_CHARS]
 
 
 async def _end(process: asyncio.subprocess.Process, marker: str) -> None:

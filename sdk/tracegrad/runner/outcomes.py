@@ -15,7 +15,8 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 class ProcessEnd:
     """`exit_code`: negative is a signal's number; None where it was never started, or did not end
     by itself. `error`: why it could not be started. `last_line`: of what it printed.
-    `silent_s`: it was ended because it showed no life for so many seconds."""
+    `silent_s`: it was ended because it showed no life for so many seconds.
+    `out_of_memory`: it was killed at its sandbox's bound, as the engine says."""
 
     exit_code: int | None
     seconds: float
@@ -23,6 +24,7 @@ class ProcessEnd:
     error: str | None = None
     last_line: str = ""
     silent_s: float | None = None
+    out_of_memory: bool = False
 
     def describe(self) -> str:
         if self.error is not None:
@@ -34,6 +36,8 @@ class ProcessEnd:
         assert self.exit_code is not None
         if self.exit_code < 0:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
+        if self.out_of_memory:
+            return "was killed at its sandbox's memory bound"
         return f"ended with exit code {self.exit_code}"
 
 

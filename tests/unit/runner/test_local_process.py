@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.proxy.servers import eventually
-from tracegrad.runner import local_process
+from tracegrad.runner import local_process, output_capture
 from tracegrad.runner.local_process import run_process
 from tracegrad.runner.outcomes import ProcessEnd
 
@@ -66,7 +66,7 @@ async def test_both_streams_are_kept_in_order_and_the_last_line_is_known(tmp_pat
 async def test_more_than_is_kept_is_read_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_process, "MAX_OUTPUT", 1000)
+    monkeypatch.setattr(output_capture, "MAX_OUTPUT", 1000)
     end, said = await run(tmp_path, "sh", "-c", "head -c 300000 /dev/zero; echo; echo last")
     assert (len(said), end.last_line) == (1000, "last")
 
