@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +29,12 @@ from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 @dataclass(frozen=True, slots=True)
 class Ended:
+    """`overhead_s`: of it all, but for its own sleep and for waiting for a free place; `stages`:
+    the same by stage, `other` for what is none."""
+
     outcome: Outcome
-    overhead_s: float  # of it all, but for its own sleep and for waiting for a free place
+    overhead_s: float
+    stages: Mapping[str, float]
 
 
 @dataclass(slots=True)
@@ -54,8 +58,14 @@ class Many(RunObserver):
         self.at_once -= 1
         whole_s = time.monotonic() - self.began.pop(attempt.rollout_id)
         waited_s = attempt.seconds.get("queue", 0.0)
-        overhead_s = whole_s - waited_s - self.sleeps[attempt.task_id]
-        self.ended_.append(Ended(attempt.outcome, overhead_s))
+        sleep_s = self.sleeps[attempt.task_id]
+        overhead_s = whole_s - waited_s - sleep_s
+        stages = {
+            "folder": attempt.seconds.get("sandbox", 0.0),
+            "process": attempt.seconds.get("agent", sleep_s) - sleep_s,
+        }
+        stages["other"] = overhead_s - sum(stages.values())
+        self.ended_.append(Ended(attempt.outcome, overhead_s, stages))
         self.rss_mib.append(psutil.Process().memory_info().rss / 2**20)
 
     @property

@@ -154,12 +154,25 @@ def _local(found: Found) -> str:
                 f"{len(many.ended_):,}",
                 str(many.most_at_once),
                 number(median(overhead)),
+                ", ".join(
+                    f"{stage} {number(median(each.stages[stage] for each in many.ended_) * 1000)}"
+                    for stage in many.ended_[0].stages
+                ),
                 number(quantiles(overhead, n=100)[98]),
                 number(len(many.ended_) / many.seconds),
                 number(max(many.rss_mib)),
             ]
         )
-    names = ["", "rollouts", "at once", "beside the agent, ms", "p99", "a second", "runner, MiB"]
+    names = [
+        "",
+        "rollouts",
+        "at once",
+        "beside the agent, ms",
+        "of these",
+        "p99",
+        "a second",
+        "runner, MiB",
+    ]
     return (
         "Processes of this machine, by the runner as `tracegrad run` uses it, with a proxy and its"
         " store. Each is a `sleep`:\nwhat it takes beside that is opening the rollout, a folder, a"
