@@ -21,9 +21,11 @@ from tracegrad.runner.driver import RunObserver
 from tracegrad.runner.scheduler import Ticket
 
 from . import tasks
-from .sandboxes import Sandboxes, Work
+from .sandboxes import Sandboxes, Unusable, Work
 
 GROUPS, SAMPLES = 6, 4
+# After so many attempts of which none was scored something else is wrong than bad luck.
+HOPELESS = 6
 SERVE: Mapping[str, object] = {
     "ranks": 1,
     "data.tags": '{"split": "train"}',
@@ -70,7 +72,7 @@ class Result:
 
 
 def run(plan: Plan, model: Path, sandboxes: OpenSandboxes, screen: Screen) -> Result:
-    """Raises ChildError when a process of the stack does not come or stay."""
+    """Raises ChildError when a process of the stack does not come or stay, and Unusable."""
     settings = dict(SERVE) | {"seed": plan.seed}
     if plan.learning_rate is not None:
         settings["optim.lr"] = plan.learning_rate
@@ -88,6 +90,8 @@ class _Run(RunObserver):
         self._stage.check()
         self._rollouts += 1
         self._not_scored += not attempt.outcome.scored
+        if self._not_scored == self._rollouts >= HOPELESS:
+            raise Unusable(f"no attempt comes to its end: {attempt.reason}")
         self._told(attempt)
 
     async def all(self, sandboxes: OpenSandboxes) -> Result:

@@ -46,7 +46,7 @@ Tags = Mapping[str, str]
 # Question and temperature -> what the agent came to.
 Answer = Callable[[str, float], Awaitable[object | None]]
 # Task, temperature and tags -> a rollout, and the reward it deserves; giving it is the caller's.
-Attempt = Callable[[Any, float, Tags], Awaitable[tuple[Rollout, float]]]
+Attempt = Callable[[Any, float, Tags], Coroutine[Any, Any, tuple[Rollout, float]]]
 
 ATTEMPTS = 3  # at one rollout, when it is the serving side that fails
 
