@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from tracegrad.cli.commands import (
+    agents,
     doctor,
     export,
     import_,
@@ -37,6 +38,7 @@ def _callback(version: VersionOption = False) -> None:
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(tasks.app, name="tasks")
+app.add_typer(agents.app, name="agents")
 app.command("proxy")(proxy_command)
 app.command(
     "run",
