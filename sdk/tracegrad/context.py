@@ -87,6 +87,7 @@ class Rollout:
         self.url = url
         self.held_out = held_out
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
+        self.given_reward: float | None = None  # the last of them
         # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
         # span other than ours began.
         self.may_have_calls = False
@@ -216,7 +217,7 @@ class Rollout:
             )
             return
         if turn is None and name == "reward":
-            self.rewarded = True
+            self.rewarded, self.given_reward = True, number
         said = (
             None if comment is None else bounded_str(comment, MAX_COMMENT_CHARS - 1)
         )  # and an ellipsis

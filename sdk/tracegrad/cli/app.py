@@ -40,12 +40,7 @@ app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(tasks.app, name="tasks")
 app.add_typer(agents.app, name="agents")
 app.command("proxy")(proxy_command)
-app.command(
-    "run",
-    cls=run.RunCommand,
-    # Options behind the command's first word are the command's own.
-    context_settings={"allow_interspersed_args": False},
-)(run.run_command)
+app.command("run", cls=run.RunCommand)(run.run_command)
 app.command("score")(score.score_command)
 app.command("export")(export.export_command)
 app.command("import")(import_.import_command)

@@ -101,9 +101,12 @@ async def run_attempt(task: Task, settings: AttemptSettings, observer: AttemptOb
     Whatever the runner itself fails by is `infra_error`: it is never scored. A cancellation ends
     what runs, and the rollout as aborted with the cancellation's message.
     """
-    given: dict[str, Any] = {"held_out": True} if settings.held_out else {}
     with rollout(
-        task.id, tags=task.tags, agent=task.agent, input=task.prompt or task.command, **given
+        task.id,
+        tags=task.tags,
+        agent=task.agent,
+        input=task.prompt or task.command,
+        held_out=settings.held_out,
     ) as own:
         observer.opened(own.id)
         attempt = _Attempt(task, own, settings, observer)

@@ -165,7 +165,8 @@ class _Reader:
 
     def _filled(self, part: str, name: str, text: str) -> str:
         def value(found: re.Match[str]) -> str:
-            given = os.environ.get(found[1], found[2])
+            default: str | None = found[2]
+            given = os.environ.get(found[1], default)
             if given is None:
                 self._wrong.append(f"{part}.env.{name}: {found[1]} is not set here")
             return given or ""

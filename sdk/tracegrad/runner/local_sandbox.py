@@ -11,6 +11,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -103,6 +104,7 @@ class LocalSandboxes:
         self._shared = shared
         self._root: Path | None = None
         self._lock: int | None = None
+        self._making = threading.Lock()  # folders are made in threads
 
     async def start(self, spec: SandboxSpec) -> LocalSandbox:
         """Raises SandboxError."""
@@ -126,11 +128,7 @@ class LocalSandboxes:
         self._root = self._lock = None
 
     def _make(self, workspace: Path | None, limits: Rlimits) -> LocalSandbox:
-        if self._root is None:
-            remove_abandoned()
-            self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock = _locked(self._root)
-        made = Path(tempfile.mkdtemp(dir=self._root, prefix=""))
+        made = Path(tempfile.mkdtemp(dir=self._own_root(), prefix=""))
         folder = made / (workspace.resolve().name if workspace is not None else "work")
         if workspace is None:
             folder.mkdir()
@@ -138,11 +136,19 @@ class LocalSandboxes:
             shutil.copytree(workspace, folder, symlinks=True)
         return LocalSandbox(folder, limits=limits, remove=made)
 
+    def _own_root(self) -> Path:
+        with self._making:
+            if self._root is None:
+                remove_abandoned(Path(tempfile.gettempdir()))
+                self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self._lock = _locked(self._root)
+            return self._root
 
-def remove_abandoned() -> int:
+
+def remove_abandoned(temp: Path) -> int:
     """Folders of runners that are gone; how many there were. A living one holds its lock."""
     removed = 0
-    for root in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for root in temp.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if root.is_symlink() or root.stat().st_uid != os.geteuid():
                 continue

@@ -132,6 +132,10 @@ class Scheduler:
             return False
         return not self._open_group()
 
+    def is_over(self, key: GroupKey) -> bool:
+        """Of a group that was begun."""
+        return key not in self._groups
+
     @property
     def live(self) -> int:
         """Attempts that are not stopped."""

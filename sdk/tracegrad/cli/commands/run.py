@@ -58,7 +58,7 @@ def run_command(
     tasks: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[TASKS]",
+            metavar="TASKS",
             show_default=False,
             help="A file with a task a line (JSON), a Harbor task's folder, or a folder of those.",
         ),
