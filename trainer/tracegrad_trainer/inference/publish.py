@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
+from tracegrad_trainer.config.push_transport import choose_transport, engine_devices
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.checkpoint.untrained_parts import (
@@ -41,7 +42,7 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probes,
 )
-from tracegrad_trainer.inference.weight_broadcast import transport_of
+from tracegrad_trainer.inference.transports import ControlOf, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
@@ -110,7 +111,7 @@ class WeightPublisher:
                     if settings.gpus.share
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,
-                    transport=transport_of(settings.push.transport, learner.device),
+                    transport=_transport(settings, learner),
                     keep_cache=settings.push.kv_cache == "keep",
                 )
             )
@@ -313,6 +314,20 @@ class _Probing:
             if len(self.publisher.settings.engine_urls) == 1:
                 raise
             raise ProbeMismatchError(f"engine {url}: {error}", error.gap) from error
+
+
+def _transport(settings: TrainerSettings, learner: Learner) -> ControlOf:
+    """Where nobody has planned, as for ranks of several machines, it may be open until here."""
+    device = learner.device
+    name = choose_transport(
+        settings,
+        engine_on_gpu=not settings.vllm.on_cpu,
+        train_on_gpu=device.type == "cuda",
+    )
+    if name == "ipc" and settings.push.transport == "auto":  # `trainer serve` would have planned it
+        name = "files"
+    gpus = engine_devices(settings) if name == "ipc" else ()
+    return transport_of(name, device, [torch.device("cuda", gpu) for gpu in gpus])
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -111,7 +111,7 @@ class WeightPusher:
         self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
         urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
-        if sleep and transport is not VllmControl:
+        if sleep and not getattr(transport, "func", transport).sees_files:
             raise ValueError("sleep: what wakes an engine loads it from files")
         if sleep and len(urls) > 1:
             raise ValueError("sleep: only of one engine, whose GPUs the ranks share")

@@ -1,0 +1,152 @@
+"""A push to an engine on this machine, from GPU to GPU: workers open memory that rank 0 has filled.
+
+`push.transport = "ipc"`. A worker of vLLM's `ipc` finds a handle by the UUID of its own GPU, so
+rank 0 has a buffer of one bucket on each GPU that the engine serves on. It fills them, one GPU from
+the host and the others from that one, and asks for an update a bucket; a worker copies what it
+takes before it answers. The files stay what a push writes and goes back to (`weight_files`), and
+the engine takes them as well: whoever has no GPU, as the guard of a sleeping engine, loads those.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from tracegrad_trainer.inference.control_routes import (
+    EngineLostError,
+    PushError,
+    ServedWeights,
+    VllmControl,
+)
+from tracegrad_trainer.inference.ipc_handles import encode_handle
+from tracegrad_trainer.inference.weight_buckets import Bucket, BucketReader, bucket_bytes
+
+logger = logging.getLogger(__name__)
+
+TRIAL = bytes(range(64))
+
+
+class IpcControl(VllmControl):
+    """As `VllmControl`, but an update names memory of GPUs in place of files."""
+
+    def __init__(self, url: str, timeout_s: float, *, devices: Sequence[torch.device]) -> None:
+        """`devices`: the GPUs of the engine, as this process numbers them."""
+        super().__init__(url, timeout_s)
+        self._url = url
+        self._devices = list(devices)
+        self._by_files = False
+        self._tried: str | None = None  # the engine's word for its weights, as we left it
+
+    def connect(self) -> None:
+        """Has every worker open a few bytes of its GPU, once, and again where the engine was
+        started anew: before calls wait. Where one cannot, pushes go by files, and a warning says
+        so."""
+        if self._by_files or (self._tried is not None and self.weight_version() == self._tried):
+            return
+        try:
+            with _Buffers(self._devices, len(TRIAL)) as buffers:
+                buffers.fill(torch.frombuffer(bytearray(TRIAL), dtype=torch.uint8))
+                self.join_group({"ipc_handles": buffers.handles, "content": list(TRIAL)})
+        except EngineLostError:
+            raise
+        except (RuntimeError, PushError) as error:  # RuntimeError: CUDA's
+            logger.warning(
+                "push.transport = 'ipc': vLLM at %s opens no memory of rank 0's: %s; pushes go by"
+                " files",
+                self._url,
+                error,
+            )
+            self._by_files = True
+            return
+        self._tried = self.weight_version()
+
+    def load(self, served: ServedWeights) -> None:
+        super().load(served)
+        self._tried = str(served.version)
+
+    def _send(self, served: ServedWeights) -> None:
+        if self._by_files:
+            super()._send(served)
+            return
+        try:
+            with BucketReader(served.paths) as files:
+                self._send_buckets(files)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise PushError(f"the weights for vLLM at {self._url} are not read: {error}") from error
+
+    def _send_buckets(self, files: BucketReader) -> None:
+        buckets = files.buckets
+        if not buckets:
+            raise ValueError("the files hold no tensors")
+        with _Buffers(self._devices, max(map(bucket_bytes, buckets))) as buffers:
+            pinned = any(device.type == "cuda" for device in self._devices)
+            for i, flat in enumerate(files.read(pinned=pinned)):
+                buffers.fill(flat)
+                last = i + 1 == len(buckets)
+                self._update(update_info(buckets[i], buffers.handles, last=last))
+
+
+def update_info(bucket: Bucket, handles: dict[str, Any], *, last: bool) -> dict[str, Any]:
+    """One bucket in the fields of vLLM's `IPCWeightTransferUpdateInfo`, packed, but for the form of
+    its handles. `last`: the update is whole with it."""
+    packed = {
+        "names": [spec.name for spec in bucket],
+        "dtype_names": [spec.dtype for spec in bucket],
+        "shapes": [spec.shape for spec in bucket],
+        "tensor_sizes": [spec.nbytes for spec in bucket],
+        "ipc_handles": handles,
+    }
+    return {"packed": packed, "last": last}
+
+
+class _Buffers:
+    """One on each GPU, of `size` bytes, open to other processes until the context ends. `handles`:
+    by the GPUs' UUIDs."""
+
+    def __init__(self, devices: Sequence[torch.device], size: int) -> None:
+        """Raises RuntimeError: a GPU has no room, or none of its memory can be shared."""
+        # A GPU's memory is vLLM's but for what the placement leaves to this.
+        made = {device: torch.empty(size, dtype=torch.uint8, device=device) for device in devices}
+        self._buffers = list(made.values())
+        self.handles = {uuid_of(at): encode_handle(exported(one)) for at, one in made.items()}
+
+    def fill(self, flat: Tensor) -> None:
+        """With these bytes; they are there when it returns."""
+        first, *others = (buffer[: flat.numel()] for buffer in self._buffers)
+        first.copy_(flat, non_blocking=True)
+        wait_for(first.device)
+        for other in others:
+            other.copy_(first, non_blocking=True)
+        for other in others:
+            wait_for(other.device)
+
+    def __enter__(self) -> _Buffers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._buffers.clear()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # what workers have let go of meanwhile
+            torch.cuda.empty_cache()
+
+
+def exported(buffer: Tensor) -> tuple[Any, ...]:
+    """What another process opens it with."""
+    arguments: tuple[Any, ...] = reduce_tensor(buffer)[1]
+    return arguments
+
+
+def uuid_of(device: torch.device) -> str:
+    """As vLLM's workers know their own GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
