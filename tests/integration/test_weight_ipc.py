@@ -1,4 +1,4 @@
-"""Pushes in GPU memory that rank 0 shares: what goes over the wire is read by vLLM's own parsers and
+"""Pushes in GPU memory that rank 0 shares: what goes over the wire is read by vLLM's parsers and
 loaded by vLLM's own `ipc`. No GPU: their memory is the host's, and handles are a table's."""
 
 from __future__ import annotations
@@ -230,5 +230,7 @@ def test_a_handle_is_the_same_on_the_other_side() -> None:
 
 @pytest.mark.parametrize("name", ["ipc", "nccl"])
 def test_ranks_without_a_gpu_are_told(name: str) -> None:
-    with pytest.raises(ValueError, match=f"push.transport = '{name}' goes from GPU to GPU, and the"):
+    with pytest.raises(
+        ValueError, match=f"push.transport = '{name}' goes from GPU to GPU, and the"
+    ):
         transport_of(name, torch.device("cpu"))  # type: ignore[arg-type]

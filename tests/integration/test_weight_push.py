@@ -38,8 +38,8 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probe,
 )
-from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.transports import transport_of
+from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_broadcast import BroadcastControl
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter

@@ -1,5 +1,5 @@
-"""A `SleepingEngine` whose workers are vLLM's own `ipc`, as ours has it within; what would be GPUs is
-the host's memory: handles are kept in a table in place of CUDA's."""
+"""A `SleepingEngine` whose workers are vLLM's own `ipc`, as ours has it within. What would be GPUs
+is the host's memory: handles are kept in a table in place of CUDA's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How pushed weights reach vLLM, where `push.transport` leaves it open; and what an `ipc` push sees.
+"""How pushed weights reach vLLM, where `push.transport` leaves it open, and what `ipc` sees.
 
 Pure: settings in, a name out. The table is in docs/training.md.
 """

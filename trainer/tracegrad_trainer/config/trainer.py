@@ -424,6 +424,11 @@ class TrainerSettings(FileSettings):
                 "push.transport = 'ipc': GPUs of servers that others started (vllm.urls,"
                 " push.engines) are not known here; set push.transport = 'nccl', or 'files'"
             )
+        if transport == "nccl_m2n" and self.fsdp.lora is not None:
+            raise ValueError(
+                "push.transport = 'nccl_m2n' sends shards as they are, and [fsdp.lora] is served as"
+                " an adapter or merged; set push.transport = 'auto'"
+            )
         if transport == "nccl_m2n" and len(self.engine_urls) > 1:
             raise ValueError(
                 "push.transport = 'nccl_m2n': all ranks send to one server together, and"

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice
 
 import torch
@@ -23,7 +23,11 @@ from torch import Tensor
 
 from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
-from tracegrad_trainer.config.push_transport import choose_transport, engine_devices
+from tracegrad_trainer.config.push_transport import (
+    Transport,
+    choose_transport,
+    engine_devices,
+)
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.checkpoint.untrained_parts import (
@@ -42,6 +46,7 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probes,
 )
+from tracegrad_trainer.inference.m2n_push import LiveWeights, M2nControl, M2nOrder, M2nSender
 from tracegrad_trainer.inference.transports import ControlOf, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
@@ -93,6 +98,11 @@ class WeightPublisher:
         self._version_bytes = 0
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
+        self._transport = _transport_name(settings, learner)
+        self._sender: M2nSender | None = None
+        if self._transport == "nccl_m2n":
+            self._sender = self._m2n_sender()
+        self._live = self._sender and LiveWeights(self._sender, _order)
         if is_rank_zero():
             self._version_bytes = self._pushed_bytes()
             self.pusher = stack.enter_context(
@@ -111,11 +121,37 @@ class WeightPublisher:
                     if settings.gpus.share
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,
-                    transport=_transport(settings, learner),
+                    transport=self._control_of(),
                     keep_cache=settings.push.kv_cache == "keep",
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))
+
+    def _control_of(self) -> ControlOf:
+        settings, device = self.settings, self.learner.device
+        gpus = engine_devices(settings) if self._transport == "ipc" else ()
+        shards = None
+        if self._live is not None:
+            shards = partial(
+                M2nControl,
+                device=device,
+                live=self._live,
+                tensor_parallel=settings.vllm.tensor_parallel or 1,
+            )
+        devices = [torch.device("cuda", gpu) for gpu in gpus]
+        return transport_of(self._transport, device, devices, shards)
+
+    def _m2n_sender(self) -> M2nSender:
+        from tracegrad_trainer.inference.m2n_source import LearnerSource
+
+        settings, learner = self.settings, self.learner
+        source = LearnerSource(
+            learner.model,
+            getattr(torch, settings.vllm.weights_dtype),
+            learner.device,
+            lambda: read_tensors(settings.model, self._beside),
+        )
+        return M2nSender(source, learner.device, settings.push.timeout_s)
 
     @contextmanager
     def engine_stopped(self) -> Iterator[None]:
@@ -175,7 +211,7 @@ class WeightPublisher:
         if self.pusher is None:
             deque(gathered, maxlen=0)
             self._free_memory()
-            self._join_probe()
+            self._follow()
             return None
         if self.pusher.free_bytes() < self._version_bytes:
             self.await_room()
@@ -186,6 +222,8 @@ class WeightPublisher:
         # As calls of that version: without one a cache that must not be there would show.
         salt = str(version) if self.settings.push.kv_cache == "keep" else None
         probing = _Probing(self, probe_prompts(rows, longest), salt)
+        if self._live is not None:
+            self._live.version = version
         try:
             if isinstance(new, PushError):
                 raise new
@@ -202,6 +240,8 @@ class WeightPublisher:
                 superseded=isinstance(error, SupersededError),
             )
         finally:
+            if self._live is not None:
+                self._live.version = None
             if not probing.shared:
                 _share(None)
 
@@ -254,10 +294,13 @@ class WeightPublisher:
         yield from trained
         yield from read_tensors(self.settings.model, self._beside)
 
-    def _join_probe(self) -> None:
-        samples = _share(None)
-        if samples is not None:
-            self.trained_logprobs(samples)
+    def _follow(self) -> None:
+        """Not rank 0: does its part of the push, as ordered, and of the proof."""
+        while isinstance(asked := _share(None), M2nOrder):
+            assert self._sender is not None
+            self._sender.take_part(asked)
+        if asked is not None:
+            self.trained_logprobs(asked)
 
     def trained_logprobs(self, samples: Sequence[ProbeSample]) -> list[float]:
         """The trainer's own log-probabilities of the sampled tokens; a collective."""
@@ -316,18 +359,16 @@ class _Probing:
             raise ProbeMismatchError(f"engine {url}: {error}", error.gap) from error
 
 
-def _transport(settings: TrainerSettings, learner: Learner) -> ControlOf:
+def _transport_name(settings: TrainerSettings, learner: Learner) -> Transport:
     """Where nobody has planned, as for ranks of several machines, it may be open until here."""
-    device = learner.device
     name = choose_transport(
         settings,
         engine_on_gpu=not settings.vllm.on_cpu,
-        train_on_gpu=device.type == "cuda",
+        train_on_gpu=learner.device.type == "cuda",
     )
     if name == "ipc" and settings.push.transport == "auto":  # `trainer serve` would have planned it
         name = "files"
-    gpus = engine_devices(settings) if name == "ipc" else ()
-    return transport_of(name, device, [torch.device("cuda", gpu) for gpu in gpus])
+    return name
 
 
 def _free_bytes(device: torch.device) -> int | None:
@@ -335,11 +376,16 @@ def _free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
-    """Rank 0's samples on every rank; None: there was no proof to take part in."""
-    message = [samples]
+def _share(asked: M2nOrder | list[ProbeSample] | None) -> M2nOrder | list[ProbeSample] | None:
+    """Rank 0's order on every rank, or its samples, with which a push ends; None: there was no
+    proof to take part in."""
+    message = [asked]
     dist.broadcast_object_list(message, src=0)
     return message[0]
+
+
+def _order(order: M2nOrder) -> None:
+    _share(order)
 
 
 def probe_prompts(rows: Sequence[Row], longest: int | None) -> list[list[int]]:

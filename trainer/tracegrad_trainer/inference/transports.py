@@ -16,10 +16,13 @@ ControlOf = Callable[[str, float], VllmControl]
 
 
 def transport_of(
-    name: Transport, device: torch.device, engine_devices: Sequence[torch.device] = ()
+    name: Transport,
+    device: torch.device,
+    engine_devices: Sequence[torch.device] = (),
+    shards: ControlOf | None = None,
 ) -> ControlOf:
     """For a `WeightPusher` whose process has `device`: of an engine's URL and `timeout_s`.
-    `engine_devices`: for ipc, the GPUs of the engine.
+    `engine_devices`: for ipc, the GPUs of the engine. `shards`: nccl_m2n's, which is of all ranks.
 
     Raises:
         ValueError: it goes from GPU to GPU, and there is none.
@@ -33,5 +36,7 @@ def transport_of(
         )
     if name == "ipc":
         return partial(IpcControl, devices=engine_devices)
-    assert name != "nccl_m2n"
+    if name == "nccl_m2n":
+        assert shards is not None
+        return shards
     return partial(BroadcastControl, backend=name, device=device)

@@ -1,4 +1,4 @@
-"""vLLM's own weight-transfer engine `ipc` as a part of ours: what takes a push out of GPU memory that
+"""vLLM's own weight-transfer engine `ipc` as a part of ours: it takes a push out of GPU memory that
 rank 0 has filled (`weight_ipc`).
 
 Runs inside a vLLM worker (vLLM 0.32). vLLM's opens and copies the packed buckets and loads them;
@@ -34,9 +34,7 @@ class IpcReceiver:
 
     def __init__(self, ours: WeightTransferEngine[Any, Any]) -> None:
         self._device = ours.device
-        self._vllm = IPCWeightTransferEngine(
-            ours.config, ours.vllm_config, ours.device, ours.model
-        )
+        self._vllm = IPCWeightTransferEngine(ours.config, ours.vllm_config, ours.device, ours.model)
         self._vllm.init_transfer_engine(self._vllm.parse_init_info({"packed": True}))
 
     def try_out(self, trial: IpcTrialInfo) -> None:

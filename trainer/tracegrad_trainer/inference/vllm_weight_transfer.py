@@ -44,6 +44,7 @@ from tracegrad_trainer.inference.transfer_group import (
     join_group,
 )
 from tracegrad_trainer.inference.vllm_ipc_transfer import IpcReceiver, IpcTrialInfo
+from tracegrad_trainer.inference.vllm_m2n_transfer import M2nReceiver, M2NWeightTransferInitInfo
 from tracegrad_trainer.inference.weight_buckets import TensorSpec, receive
 
 
@@ -62,13 +63,15 @@ class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Every weight, under checkpoint names: in the safetensors files `paths`, or in `buckets` that
     rank 0 broadcasts in the `group` of this name, one after the other, once all workers have
-    announced `step`. Or a part of them: `packed`, in memory of GPUs, whole with the `last`."""
+    announced `step`; or those of `m2n`, from the ranks' shards. Or a part of them: `packed`, in
+    memory of GPUs, whole with the `last`."""
 
     paths: list[str] = field(default_factory=list)
     group: str = ""
     step: str = ""
     buckets: list[list[list[Any]]] = field(default_factory=list)
     packed: dict[str, Any] | None = None
+    m2n: dict[str, Any] | None = None
     last: bool = False
 
 
@@ -81,10 +84,13 @@ class SafetensorsWeightTransferEngine(
 
     _group: TransferGroup | None = None
     _ipc: IpcReceiver | None = None
+    _m2n: M2nReceiver | None = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
         if "ipc_handles" in init_dict:
             return IpcTrialInfo(**init_dict)
+        if "src_mesh_dims" in init_dict:
+            return M2NWeightTransferInitInfo(**init_dict)
         return super().parse_init_info(init_dict)
 
     def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
@@ -92,6 +98,11 @@ class SafetensorsWeightTransferEngine(
         is not opened."""
         if isinstance(init_info, IpcTrialInfo):
             self._receiver().try_out(init_info)
+            return
+        if isinstance(init_info, M2NWeightTransferInitInfo):
+            if self._m2n is not None:
+                self._m2n.close()
+            self._m2n = M2nReceiver(self, init_info)
             return
         self.shutdown()
         address = GroupAddress(**asdict(init_info))
@@ -125,6 +136,12 @@ class SafetensorsWeightTransferEngine(
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         """Loads them. Raises before the model is touched if a file cannot be read or nothing is
         named, and ValueError naming the layers if they do not hold the whole model."""
+        if update_info.m2n is not None:
+            if self._m2n is None:
+                raise TransferError("this worker has no plan of shards; it was started again")
+            # What goes into the model's own memory is not missed in layers that are loaded.
+            self._m2n.receive(update_info.m2n)
+            return
         if update_info.packed is not None:
             self._receiver().receive(update_info.packed)
             if not update_info.last:
@@ -177,6 +194,9 @@ class SafetensorsWeightTransferEngine(
         self._group = None
         if self._ipc is not None:
             self._ipc.release()
+        if self._m2n is not None:
+            self._m2n.close()
+            self._m2n = None
 
 
 class _Weights:

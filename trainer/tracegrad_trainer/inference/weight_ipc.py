@@ -40,14 +40,14 @@ class IpcControl(VllmControl):
         super().__init__(url, timeout_s)
         self._url = url
         self._devices = list(devices)
-        self._by_files = False
+        self.by_files = False  # a worker could not open memory of ours
         self._tried: str | None = None  # the engine's word for its weights, as we left it
 
     def connect(self) -> None:
         """Has every worker open a few bytes of its GPU, once, and again where the engine was
         started anew: before calls wait. Where one cannot, pushes go by files, and a warning says
         so."""
-        if self._by_files or (self._tried is not None and self.weight_version() == self._tried):
+        if self.by_files or (self._tried is not None and self.weight_version() == self._tried):
             return
         try:
             with _Buffers(self._devices, len(TRIAL)) as buffers:
@@ -62,7 +62,7 @@ class IpcControl(VllmControl):
                 self._url,
                 error,
             )
-            self._by_files = True
+            self.by_files = True
             return
         self._tried = self.weight_version()
 
@@ -71,7 +71,7 @@ class IpcControl(VllmControl):
         self._tried = str(served.version)
 
     def _send(self, served: ServedWeights) -> None:
-        if self._by_files:
+        if self.by_files:
             super()._send(served)
             return
         try:
