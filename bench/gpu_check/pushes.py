@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -27,7 +27,8 @@ from tracegrad_trainer.config.push_transport import Transport
 from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 from tracegrad_trainer.engine.model.parallelize import build_sharded
 from tracegrad_trainer.inference.control_routes import PushError, VllmControl
-from tracegrad_trainer.inference.m2n_push import LiveWeights, M2nControl, M2nSender, m2n_missing
+from tracegrad_trainer.inference.live_weights import LiveWeights
+from tracegrad_trainer.inference.m2n_push import LiveShards, M2nControl, M2nSender, m2n_missing
 from tracegrad_trainer.inference.transports import ControlOf, transport_of
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_ipc import IpcControl
@@ -127,9 +128,25 @@ def _transport(
     if name == "nccl_m2n":
         with _one_rank(settings, folder) as found:
             yield found
-        return
-    engine: Sequence[torch.device] = [torch.device("cuda", 0)] if name == "ipc" else ()
-    yield transport_of(name, device, engine), lambda version, model: None
+    elif name == "ipc":
+        yield _whole(settings, device)
+    else:
+        yield transport_of(name, device), lambda version, model: None
+
+
+def _whole(settings: Any, device: torch.device) -> tuple[ControlOf, BeforePush]:
+    """Of a rank that has the whole model on its GPU."""
+    held: dict[str, torch.Tensor] = {}
+    live = LiveWeights(lambda order: None, lambda: iter(held.items()), lambda gathered: gathered)
+    dtype = getattr(torch, settings.weights_dtype)
+
+    def take(version: int, new: Any) -> None:
+        live.version = version
+        for name, tensor in _named(new):
+            held[name] = tensor.to(device, dtype if tensor.ndim >= 2 else None)
+
+    engine = [torch.device("cuda", 0)]
+    return partial(IpcControl, device=device, engine_devices=engine, live=live), take
 
 
 @contextmanager
@@ -143,7 +160,7 @@ def _one_rank(settings: Any, folder: Path) -> Iterator[tuple[ControlOf, BeforePu
     model = build_sharded(folder, mesh, fsdp)
     dtype = getattr(torch, settings.weights_dtype)
     sender = M2nSender(LearnerSource(model, dtype, device), device, 120.0)
-    live = LiveWeights(sender, lambda order: None)  # there are no other ranks
+    live = LiveShards(sender, lambda order: None)  # there are no other ranks
 
     def take(version: int, new: Any) -> None:
         live.version = version

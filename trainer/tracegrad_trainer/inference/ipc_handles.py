@@ -36,38 +36,30 @@ class RebuildArguments(NamedTuple):
     event_sync_required: bool
 
 
-_BYTES = ("storage_handle", "ref_counter_handle", "event_handle")
-_NUMBERS = (
-    "tensor_offset",
-    "storage_device",
-    "storage_size_bytes",
-    "storage_offset_bytes",
-    "ref_counter_offset",
-    "event_sync_required",
-)
-
-
 def encode_handle(arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Of a one-dimensional uint8 tensor on a GPU: what `reduce_tensor` gives for it."""
     found = RebuildArguments(*arguments)
     assert found.dtype is torch.uint8, found.dtype
     assert tuple(found.tensor_stride) == (1,), found.tensor_stride
-    encoded: dict[str, Any] = {"size": found.tensor_size[0]}
-    encoded |= {name: int(getattr(found, name)) for name in _NUMBERS}
-    for name in _BYTES:
-        encoded[name] = base64.b64encode(getattr(found, name)).decode("ascii")
+    encoded: dict[str, Any] = {"tensor_size": found.tensor_size[0]}
+    for name, kind in _SENT.items():
+        value = getattr(found, name)
+        encoded[name] = base64.b64encode(value).decode("ascii") if kind is bytes else kind(value)
     return encoded
 
 
 def decode_handle(encoded: dict[str, Any]) -> RebuildArguments:
     """Raises ValueError: it is no such handle."""
     try:
-        numbers = {name: int(encoded[name]) for name in _NUMBERS}
-        texts = {name: base64.b64decode(encoded[name], validate=True) for name in _BYTES}
-        size = int(encoded["size"])
+        sent: dict[str, Any] = {
+            name: base64.b64decode(encoded[name], validate=True)
+            if kind is bytes
+            else kind(encoded[name])
+            for name, kind in _SENT.items()
+        }
+        size = int(encoded["tensor_size"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"handles: one is no handle of GPU memory: {error!r}") from error
-    numbers["event_sync_required"] = bool(numbers["event_sync_required"])
     return RebuildArguments(
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([size]),
@@ -75,6 +67,19 @@ def decode_handle(encoded: dict[str, Any]) -> RebuildArguments:
         storage_cls=torch.storage.TypedStorage,
         dtype=torch.uint8,
         requires_grad=False,
-        **numbers,
-        **texts,
+        **sent,
     )
+
+
+# What differs from one flat buffer to another, beside its size.
+_SENT: dict[str, type] = {
+    "tensor_offset": int,
+    "storage_device": int,
+    "storage_handle": bytes,
+    "storage_size_bytes": int,
+    "storage_offset_bytes": int,
+    "ref_counter_handle": bytes,
+    "ref_counter_offset": int,
+    "event_handle": bytes,
+    "event_sync_required": bool,
+}

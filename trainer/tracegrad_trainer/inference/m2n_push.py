@@ -120,7 +120,7 @@ class M2nSender:
         self._engine.send_weights()
 
 
-class LiveWeights:
+class LiveShards:
     """Rank 0's side: the version that the ranks have, while they follow orders."""
 
     def __init__(self, sender: M2nSender, order: Callable[[M2nOrder], None]) -> None:
@@ -142,7 +142,7 @@ class M2nControl(BroadcastControl):
         timeout_s: float,
         *,
         device: torch.device,
-        live: LiveWeights,
+        live: LiveShards,
         tensor_parallel: int,
     ) -> None:
         super().__init__(url, timeout_s, backend="nccl", device=device)

@@ -60,7 +60,7 @@ class LearnerSource(M2NWeightSource):  # type: ignore[misc]
         """`dtype`: of matrices, as they are served; vectors stay as they are. `device`: where NCCL
         takes them from. `beside`: what is served and not trained."""
         self._model, self._dtype, self._device, self._beside = model, dtype, device, beside
-        self._parameters = dict(model.named_parameters())
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
 
     def mesh(self) -> M2NMesh:
         """Over which every parameter of a model of ours is sharded: all ranks."""

@@ -40,15 +40,17 @@ from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.engine_watch import EngineWatch
+from tracegrad_trainer.inference.live_weights import GatherOrder, LiveWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     ProbeSample,
     compare_logprobs,
     sample_probes,
 )
-from tracegrad_trainer.inference.m2n_push import LiveWeights, M2nControl, M2nOrder, M2nSender
+from tracegrad_trainer.inference.m2n_push import LiveShards, M2nControl, M2nOrder, M2nSender
 from tracegrad_trainer.inference.transports import ControlOf, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
+from tracegrad_trainer.inference.weight_ipc import IpcControl
 from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
@@ -99,10 +101,12 @@ class WeightPublisher:
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
         self._transport = _transport_name(settings, learner)
-        self._sender: M2nSender | None = None
-        if self._transport == "nccl_m2n":
-            self._sender = self._m2n_sender()
-        self._live = self._sender and LiveWeights(self._sender, _order)
+        self._sender = self._m2n_sender() if self._transport == "nccl_m2n" else None
+        self._live: LiveWeights | LiveShards = (
+            LiveWeights(_order, self._gathered, self._named)
+            if self._sender is None
+            else LiveShards(self._sender, _order)
+        )
         if is_rank_zero():
             self._version_bytes = self._pushed_bytes()
             self.pusher = stack.enter_context(
@@ -128,18 +132,15 @@ class WeightPublisher:
             stack.enter_context(EngineWatch(self.pusher))
 
     def _control_of(self) -> ControlOf:
-        settings, device = self.settings, self.learner.device
-        gpus = engine_devices(settings) if self._transport == "ipc" else ()
-        shards = None
-        if self._live is not None:
-            shards = partial(
-                M2nControl,
-                device=device,
-                live=self._live,
-                tensor_parallel=settings.vllm.tensor_parallel or 1,
-            )
-        devices = [torch.device("cuda", gpu) for gpu in gpus]
-        return transport_of(self._transport, device, devices, shards)
+        settings, device, live = self.settings, self.learner.device, self._live
+        of_ranks: ControlOf | None = None
+        if isinstance(live, LiveShards):
+            size = settings.vllm.tensor_parallel or 1
+            of_ranks = partial(M2nControl, device=device, live=live, tensor_parallel=size)
+        elif self._transport == "ipc":
+            gpus = [torch.device("cuda", gpu) for gpu in engine_devices(settings)]
+            of_ranks = partial(IpcControl, device=device, engine_devices=gpus, live=live)
+        return transport_of(self._transport, device, of_ranks)
 
     def _m2n_sender(self) -> M2nSender:
         from tracegrad_trainer.inference.m2n_source import LearnerSource
@@ -222,8 +223,7 @@ class WeightPublisher:
         # As calls of that version: without one a cache that must not be there would show.
         salt = str(version) if self.settings.push.kv_cache == "keep" else None
         probing = _Probing(self, probe_prompts(rows, longest), salt)
-        if self._live is not None:
-            self._live.version = version
+        self._live.version = version
         try:
             if isinstance(new, PushError):
                 raise new
@@ -240,8 +240,7 @@ class WeightPublisher:
                 superseded=isinstance(error, SupersededError),
             )
         finally:
-            if self._live is not None:
-                self._live.version = None
+            self._live.version = None
             if not probing.shared:
                 _share(None)
 
@@ -283,22 +282,26 @@ class WeightPublisher:
         try:
             # An adapter has the names of the layers in memory, in vLLM and in peft.
             adapter = self.settings.vllm.adapter is not None
-            named = here if adapter else self._whole(as_hf_tensors(self.learner.model, here))
+            named = here if adapter else self._named(here)
             return self._rank_zeros.write(version, named)
         except PushError as error:
             return error
         finally:
             deque(gathered, maxlen=0)  # a gather that rank 0 leaves half-way hangs the others
 
-    def _whole(self, trained: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        yield from trained
+    def _named(self, gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Under the names of folders, with what is not trained."""
+        yield from as_hf_tensors(self.learner.model, gathered)
         yield from read_tensors(self.settings.model, self._beside)
 
     def _follow(self) -> None:
         """Not rank 0: does its part of the push, as ordered, and of the proof."""
-        while isinstance(asked := _share(None), M2nOrder):
-            assert self._sender is not None
-            self._sender.take_part(asked)
+        while isinstance(asked := _share(None), M2nOrder | GatherOrder):
+            if isinstance(asked, GatherOrder):
+                deque(self._gathered(), maxlen=0)
+            else:
+                assert self._sender is not None
+                self._sender.take_part(asked)
         if asked is not None:
             self.trained_logprobs(asked)
 
@@ -376,7 +379,10 @@ def _free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def _share(asked: M2nOrder | list[ProbeSample] | None) -> M2nOrder | list[ProbeSample] | None:
+Asked = M2nOrder | GatherOrder | list[ProbeSample] | None
+
+
+def _share(asked: Asked) -> Asked:
     """Rank 0's order on every rank, or its samples, with which a push ends; None: there was no
     proof to take part in."""
     message = [asked]
@@ -384,7 +390,7 @@ def _share(asked: M2nOrder | list[ProbeSample] | None) -> M2nOrder | list[ProbeS
     return message[0]
 
 
-def _order(order: M2nOrder) -> None:
+def _order(order: M2nOrder | GatherOrder) -> None:
     _share(order)
 
 

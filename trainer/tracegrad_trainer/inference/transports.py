@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from tracegrad_trainer.config.push_transport import Transport
 from tracegrad_trainer.inference.control_routes import VllmControl
 from tracegrad_trainer.inference.weight_broadcast import BroadcastControl
-from tracegrad_trainer.inference.weight_ipc import IpcControl
 
 ControlOf = Callable[[str, float], VllmControl]
 
@@ -18,11 +17,10 @@ ControlOf = Callable[[str, float], VllmControl]
 def transport_of(
     name: Transport,
     device: torch.device,
-    engine_devices: Sequence[torch.device] = (),
-    shards: ControlOf | None = None,
+    of_ranks: ControlOf | None = None,
 ) -> ControlOf:
     """For a `WeightPusher` whose process has `device`: of an engine's URL and `timeout_s`.
-    `engine_devices`: for ipc, the GPUs of the engine. `shards`: nccl_m2n's, which is of all ranks.
+    `of_ranks`: what ipc and nccl_m2n are, in which all ranks take part.
 
     Raises:
         ValueError: it goes from GPU to GPU, and there is none.
@@ -34,9 +32,7 @@ def transport_of(
             f"push.transport = {name!r} goes from GPU to GPU, and the ranks train on {device.type};"
             " set push.transport = 'gloo', or 'files'"
         )
-    if name == "ipc":
-        return partial(IpcControl, devices=engine_devices)
-    if name == "nccl_m2n":
-        assert shards is not None
-        return shards
+    if name == "ipc" or name == "nccl_m2n":
+        assert of_ranks is not None
+        return of_ranks
     return partial(BroadcastControl, backend=name, device=device)

@@ -21,7 +21,7 @@ from tracegrad_trainer.inference.transfer_group import TransferGroup
 
 # Bytes that each tensor of a bucket begins at a multiple of. What ends elsewhere ends its bucket:
 # between the tensors there is nothing, as vLLM's own packed transfers have it.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 
 class TensorSpec(NamedTuple):
@@ -95,7 +95,7 @@ def in_buckets(specs: Sequence[TensorSpec]) -> list[Bucket]:
             buckets.append([])
             room = BUCKET_BYTES
         buckets[-1].append(spec)
-        room = room - spec.nbytes if spec.nbytes % _ALIGNMENT == 0 else -1
+        room = room - spec.nbytes if spec.nbytes % ALIGNMENT == 0 else -1
     return buckets
 
 

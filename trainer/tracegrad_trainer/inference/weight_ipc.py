@@ -1,23 +1,24 @@
 """A push to an engine on this machine, from GPU to GPU: workers open memory that rank 0 has filled.
 
 `push.transport = "ipc"`. A worker of vLLM's `ipc` finds a handle by the UUID of its own GPU, so
-rank 0 has a buffer of one bucket on each GPU that the engine serves on. It fills them, one GPU from
-the host and the others from that one, and asks for an update a bucket; a worker copies what it
-takes before it answers. The files stay what a push writes and goes back to (`weight_files`), and
-the engine takes them as well: whoever has no GPU, as the guard of a sleeping engine, loads those.
+rank 0 has a buffer of one bucket on each GPU that the engine serves on. All ranks gather the
+weights once more, as they were written to files; rank 0 packs them on its own GPU, copies each
+bucket to the engine's, and asks for an update; a worker copies what it takes before it answers.
+What a push goes back to are the files (`weight_files`), and the engine takes them as well: the
+ranks have other weights by then, and the guard of a sleeping engine has no GPU.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from tracegrad_trainer.config.push_transport import BUCKET_BYTES
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     PushError,
@@ -25,7 +26,15 @@ from tracegrad_trainer.inference.control_routes import (
     VllmControl,
 )
 from tracegrad_trainer.inference.ipc_handles import encode_handle
-from tracegrad_trainer.inference.weight_buckets import Bucket, BucketReader, bucket_bytes
+from tracegrad_trainer.inference.live_weights import LiveWeights, Named
+from tracegrad_trainer.inference.transfer_group import on_device
+from tracegrad_trainer.inference.weight_buckets import (
+    ALIGNMENT,
+    Bucket,
+    BucketReader,
+    TensorSpec,
+    bucket_bytes,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +44,21 @@ TRIAL = bytes(range(64))
 class IpcControl(VllmControl):
     """As `VllmControl`, but an update names memory of GPUs in place of files."""
 
-    def __init__(self, url: str, timeout_s: float, *, devices: Sequence[torch.device]) -> None:
-        """`devices`: the GPUs of the engine, as this process numbers them."""
+    def __init__(
+        self,
+        url: str,
+        timeout_s: float,
+        *,
+        device: torch.device,
+        engine_devices: Sequence[torch.device],
+        live: LiveWeights,
+    ) -> None:
+        """`device`: this process's GPU; `engine_devices`: the engine's, as it numbers them."""
         super().__init__(url, timeout_s)
         self._url = url
-        self._devices = list(devices)
+        self._device = device
+        self._devices = list(engine_devices)
+        self._live = live
         self.by_files = False  # a worker could not open memory of ours
         self._tried: str | None = None  # the engine's word for its weights, as we left it
 
@@ -71,25 +90,51 @@ class IpcControl(VllmControl):
         self._tried = str(served.version)
 
     def _send(self, served: ServedWeights) -> None:
-        if self.by_files:
+        if self.by_files or self._live.version != served.version:
             super()._send(served)
             return
         try:
-            with BucketReader(served.paths) as files:
-                self._send_buckets(files)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise PushError(f"the weights for vLLM at {self._url} are not read: {error}") from error
+            largest = _largest(served.paths)
+            # Gathering is the ranks' own, and each thread has a GPU of its own.
+            with on_device(self._device), self._live.tensors() as tensors:
+                self._send_tensors(tensors, max(BUCKET_BYTES, largest))
+        except (OSError, ValueError, RuntimeError) as error:
+            if isinstance(error, PushError):
+                raise
+            raise PushError(f"weights for vLLM at {self._url} are not sent: {error}") from error
 
-    def _send_buckets(self, files: BucketReader) -> None:
-        buckets = files.buckets
-        if not buckets:
-            raise ValueError("the files hold no tensors")
-        with _Buffers(self._devices, max(map(bucket_bytes, buckets))) as buffers:
-            pinned = any(device.type == "cuda" for device in self._devices)
-            for i, flat in enumerate(files.read(pinned=pinned)):
-                buffers.fill(flat)
-                last = i + 1 == len(buckets)
-                self._update(update_info(buckets[i], buffers.handles, last=last))
+    def _send_tensors(self, tensors: Named, size: int) -> None:
+        flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+        with _Buffers(self._devices, size) as buffers:
+            ready: Bucket = []
+            for bucket in packed(tensors, flat):
+                if ready:  # the one before is in the engine's buffers: it was not the last
+                    self._update(update_info(ready, buffers.handles, last=False))
+                ready = bucket
+                buffers.fill(flat[: bucket_bytes(bucket)])
+            self._update(update_info(ready, buffers.handles, last=True))
+
+
+def packed(tensors: Named, flat: Tensor) -> Iterator[Bucket]:
+    """Fills `flat` with one bucket after the other; the next one takes its place."""
+    bucket: Bucket = []
+    begins = 0
+    for name, tensor in tensors:
+        spec = TensorSpec.of(name, tensor)
+        if bucket and (begins % ALIGNMENT or begins + spec.nbytes > flat.numel()):
+            yield bucket
+            bucket, begins = [], 0
+        ends = begins + spec.nbytes
+        flat[begins:ends].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        bucket.append(spec)
+        begins = ends
+    if bucket:
+        yield bucket
+
+
+def _largest(paths: Sequence[str]) -> int:
+    with BucketReader(paths) as files:
+        return max(spec.nbytes for bucket in files.buckets for spec in bucket)
 
 
 def update_info(bucket: Bucket, handles: dict[str, Any], *, last: bool) -> dict[str, Any]:
