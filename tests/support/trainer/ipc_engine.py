@@ -103,7 +103,7 @@ class IpcEngine(SleepingEngine):
         update = self.workers[0].engine.parse_update_info(body["update_info"])
         self.updates.append(update)
         if update.packed is None:
-            self.files += 1
+            self.files += bool(update.paths)  # one of nothing ends an update that is open
             super().update_weights(query, body)
             return
         for worker in self.workers:

@@ -177,13 +177,13 @@ class _Buffers:
     def __exit__(self, *_: object) -> None:
         self._buffers.clear()
         if torch.cuda.is_available():
-            torch.cuda.ipc_collect()  # what workers have let go of meanwhile
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # what workers have let go of meanwhile
             torch.cuda.empty_cache()
 
 
 def exported(buffer: Tensor) -> tuple[Any, ...]:
     """What another process opens it with."""
-    arguments: tuple[Any, ...] = reduce_tensor(buffer)[1]
+    arguments: tuple[Any, ...] = reduce_tensor(buffer)[1]  # type: ignore[no-untyped-call]
     return arguments
 
 

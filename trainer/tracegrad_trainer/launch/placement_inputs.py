@@ -94,8 +94,8 @@ class PlacementRequest:
 
 def push_buffers(sizes: ModelSizes, request: PlacementRequest, *, ranks: int, shared: bool) -> int:
     """Bytes on each of vLLM's GPUs, beside it and a rank that is there: with `ipc` rank 0 has a
-    context on the GPU and a bucket, which the worker copies. On the one GPU of both they go into
-    what the check of a push gathers later."""
+    context on the GPU and a bucket, which the worker copies. On the one GPU of both there is
+    room: a vLLM that was asleep has no KV cache yet while it loads."""
     if request.transport != "ipc" or (shared and ranks == 1):
         return 0
     return CONTEXT + 2 * max(BUCKET_BYTES, sizes.largest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -201,7 +202,7 @@ def test_what_rank_0_does_not_send_is_gathered_all_the_same() -> None:
     gather = Gather({name: torch.zeros(1) for name in "abc"})
     ordered: list[GatherOrder] = []
     live = LiveWeights(ordered.append, lambda: gather(None), lambda gathered: gathered)
-    with pytest.raises(OSError, match="refused"), live.tensors() as tensors:
+    with suppress(OSError), live.tensors() as tensors:
         next(tensors)
-        raise OSError("refused")
+        raise OSError
     assert (len(ordered), gather.asked) == (1, 3)

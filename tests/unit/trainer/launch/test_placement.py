@@ -183,7 +183,7 @@ def test_a_push_goes_by_files_where_its_buffers_have_no_room(folder: Path) -> No
     found = plan(wide, machine(8, 80), transport="ipc", transport_asked=False)
     assert found.transport == "files"
     with pytest.raises(DoesNotFitError):
-        plan(wide, machine(8, 80), transport="ipc")
+        plan(wide, machine(8, 80), transport="ipc", share=False)
 
 
 def test_the_settings_say_how_a_push_goes(folder: Path) -> None:
