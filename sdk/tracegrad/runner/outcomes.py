@@ -15,18 +15,28 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 class ProcessEnd:
     """`exit_code`: negative is a signal's number; None where it was never started, or did not end
     by itself. `error`: why it could not be started. `last_line`: of what it printed.
+<<<<<<< HEAD
     `out_of_memory`: it was killed at its sandbox's bound, as the engine says."""
+=======
+    `silent_s`: it was ended because it showed no life for so many seconds."""
+>>>>>>> main
 
     exit_code: int | None
     seconds: float
     timed_out: bool = False
     error: str | None = None
     last_line: str = ""
+<<<<<<< HEAD
     out_of_memory: bool = False
+=======
+    silent_s: float | None = None
+>>>>>>> main
 
     def describe(self) -> str:
         if self.error is not None:
             return f"could not be started: {self.error}"
+        if self.silent_s is not None:
+            return f"printed nothing and made no LLM call for {self.silent_s:g} s, and was ended"
         if self.timed_out:
             return f"timed out after {self.seconds:.0f} s"
         assert self.exit_code is not None
@@ -56,7 +66,7 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
         said += f": {end.last_line}"
     if end.error is not None:
         return Classified(Outcome.ENV_ERROR, said)
-    if end.timed_out:
+    if end.timed_out or end.silent_s is not None:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
         return Classified(Outcome.BUDGET, end.describe())
