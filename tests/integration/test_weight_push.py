@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from support.engines.vllm_server import VllmServer, tiny_settings
+from support.trainer.ipc_engine import HostGpus
 from support.trainer.tiny_model import (
     load_model,
     perturb,
@@ -33,13 +36,16 @@ from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.inference import weight_buckets
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.inference.engine_config import check_engines
+from tracegrad_trainer.inference.live_weights import LiveWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     compare_logprobs,
     sample_probe,
 )
+from tracegrad_trainer.inference.transports import transport_of
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_broadcast import BroadcastControl, transport_of
+from tracegrad_trainer.inference.weight_broadcast import BroadcastControl
+from tracegrad_trainer.inference.weight_ipc import IpcControl
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.utils.network import http_client
@@ -98,6 +104,30 @@ def test_served_equals_trained_before_and_after_each_push(
         pusher.push(version, model.named_parameters())
         agrees(vllm_server.url, model, SHORT)
         assert served_version(vllm_server.url) == str(version)
+
+
+def test_an_engine_without_a_gpu_gets_files_in_place_of_shared_memory(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM's own words say why, before anything is paused; the push is served all the same."""
+    gpus, host = HostGpus(monkeypatch, 1).devices, torch.device("cpu")
+    live = LiveWeights(lambda _: None, lambda: iter(()), lambda gathered: gathered)
+    transport = partial(IpcControl, device=host, engine_devices=gpus, live=live)
+    original = load_model(vllm_server.model_dir)
+    with (
+        WeightPusher(
+            vllm_server.url, checkpoint=vllm_server.model_dir, transport=transport
+        ) as pusher,
+        caplog.at_level(logging.WARNING),
+    ):
+        pusher.push(1, perturb(model, seed=1).named_parameters())
+        agrees(vllm_server.url, model, SHORT)
+        pusher.push(-1, original.named_parameters())
+    assert "opens no memory of rank 0's" in caplog.text
+    assert "pushes go by files" in caplog.text
 
 
 def test_without_the_push_the_two_differ(vllm_server: VllmServer, model: PreTrainedModel) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from docker.errors import APIError
 from docker.types import LogConfig
 
+from tracegrad.runner.agent_layer import AgentLayer
 from tracegrad.runner.container_files import ContainerFiles, file_owner
 from tracegrad.runner.container_network import ContainerNetwork, InternalNetwork, NamespaceNetwork
 from tracegrad.runner.container_processes import processes_of
@@ -31,7 +32,7 @@ from tracegrad.runner.docker_engine import (
 )
 from tracegrad.runner.docker_events import ContainerEvents
 from tracegrad.runner.docker_exec import ExecTarget
-from tracegrad.runner.docker_images import BakedLayer, DockerImages, SandboxImage
+from tracegrad.runner.docker_images import DockerImages, SandboxImage
 from tracegrad.runner.docker_reaper import NAME_PREFIX, reap_leftovers
 from tracegrad.runner.docker_sandbox import DockerSandbox
 from tracegrad.runner.proxy_relay import RelayTarget
@@ -85,7 +86,7 @@ class DockerSettings:
     network: str | None = None
     build_network: str | None = None
     pull: bool = True
-    layer: Callable[[str], BakedLayer] | None = None
+    layer: Callable[[str], AgentLayer] | None = None
     locks: Path | None = None
 
 

@@ -14,13 +14,14 @@ import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import docker.utils
 from docker.errors import APIError, NotFound
 
+from tracegrad.runner.agent_layer import AgentLayer
 from tracegrad.runner.docker_engine import DockerEngine, broken_or_unavailable
 from tracegrad.runner.file_lock import file_lock
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxSpec, SandboxUnavailable
@@ -34,31 +35,6 @@ RECIPE_LABEL = "tracegrad.recipe"
 BAKE_TIMEOUT_S = 1800.0
 _MADE_AT_ONCE = 2  # each holds a thread of the engine's
 _LAST_LINES = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BakedLayer:
-    """What makes an agent's programs part of an image.
-
-    Attributes:
-        id: the recipe, `name@version`.
-        lines: for the shell, as root, one after the other; the first that fails ends it.
-        files: copied in before: path inside -> file or folder of this machine.
-        environ: for the lines.
-    """
-
-    id: str
-    lines: tuple[str, ...]
-    files: Mapping[str, Path] = field(default_factory=dict)
-    environ: Mapping[str, str] = field(default_factory=dict)
-
-    def digest(self, base: str) -> str:
-        """`base`: the image's id that it is baked into. Raises OSError."""
-        found = hashlib.sha256(json.dumps([base, self.id, self.lines]).encode())
-        for inside, path in sorted(self.files.items()):
-            found.update(f"\0{inside}\0".encode())
-            digest_of_files(found, path)
-        return found.hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +67,7 @@ class DockerImages:
         self,
         engine: DockerEngine,
         *,
-        layer: Callable[[str], BakedLayer] | None = None,
+        layer: Callable[[str], AgentLayer] | None = None,
         network: str | None = None,
         pull: bool = True,
         locks: Path | None = None,
@@ -203,7 +179,7 @@ class DockerImages:
             raise BrokenEnvironment(f"recipe: nobody here knows how to bake {recipe!r}")
         layer = self._layer(recipe)
         try:
-            name = f"{BAKED}:{await asyncio.to_thread(layer.digest, base.id)}"
+            name = f"{BAKED}:{await asyncio.to_thread(digest_of_layer, layer, base.id)}"
         except OSError as error:
             raise BrokenEnvironment(f"recipe {recipe}: {error}") from None
         return await self._once(name, lambda: self._bake(base, layer, name))
@@ -224,7 +200,7 @@ class DockerImages:
             raise SandboxUnavailable(f"{name} was made, and removed by somebody")
         return found
 
-    async def _bake(self, base: SandboxImage, layer: BakedLayer, name: str) -> None:
+    async def _bake(self, base: SandboxImage, layer: AgentLayer, name: str) -> None:
         log.info("baking %s into an image, once: %s", layer.id, name)
         engine, api = self._engine, self._engine.api
         container = self._name()
@@ -237,7 +213,6 @@ class DockerImages:
                 name=container,
                 user="0:0",
                 labels=dict(self._labels),
-                environment=dict(layer.environ),
                 host_config=api.create_host_config(network_mode=self._network or "default"),
             )
             for inside, path in layer.files.items():
@@ -285,6 +260,15 @@ async def commit(
         engine.api.commit, container, repository or None, tag or None, changes=changes
     )
     return str(made["Id"])
+
+
+def digest_of_layer(layer: AgentLayer, base: str) -> str:
+    """`base`: the id of the image that it is baked into. Raises OSError."""
+    found = hashlib.sha256(json.dumps([base, layer.id, layer.lines]).encode())
+    for inside, path in sorted(layer.files.items()):
+        found.update(f"\0{inside}\0".encode())
+        digest_of_files(found, path)
+    return found.hexdigest()[:32]
 
 
 def digest_of_files(found: Any, path: Path) -> None:

@@ -15,8 +15,8 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 class ProcessEnd:
     """`exit_code`: negative is a signal's number; None where it was never started, or did not end
     by itself. `error`: why it could not be started. `last_line`: of what it printed.
-    `silent_s`: it was ended because it showed no life for so many seconds.
-    `out_of_memory`: it was killed at its sandbox's bound, as the engine says."""
+    `silent_s`: it was ended because it showed no life for so many seconds. `out_of_memory`: it was
+    killed at its sandbox's bound, as the engine says."""
 
     exit_code: int | None
     seconds: float

@@ -22,6 +22,7 @@ from bench.gpu_check import (
     models,
     parity,
     profile,
+    pushes,
     resume,
     serving,
     speed,
@@ -176,6 +177,42 @@ def test_each_dtype_is_judged_by_itself() -> None:
     assert serving.judge_precision(asked, stale).verdict == "wrong"
     silent = [*rows("bfloat16"), ["fp8", "does not start: no kernel", "", "", "", ""]]
     assert serving.judge_precision(asked, silent).verdict == "wrong"
+
+
+def test_each_transport_is_judged_by_itself() -> None:
+    def row(name: str, *said: str) -> list[str]:
+        return [name, "0.1", "1e-3", *(said or ("within", "refused", ""))]
+
+    left = row("nccl", "not run", "not run", "needs two GPUs")
+    found = pushes.judge_pushes([row("files"), row("ipc"), left])
+    assert (found.verdict, found.said) == (
+        "right",
+        "2 of 2 transports push what is served; not run: nccl",
+    )
+    for wrong in (
+        row("ipc", "refused", "refused", ""),
+        row("ipc", "within", "within", ""),
+        row("ipc", "within", "refused", "by files"),
+        row("ipc", "failed", "failed", "no room"),
+    ):
+        found = pushes.judge_pushes([row("files"), wrong])
+        assert (found.verdict, found.said[-9:]) == ("wrong", ", not ipc")
+
+
+def test_what_a_transport_needs_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushes, "m2n_missing", lambda: None)
+    assert [name for name, lacks in pushes.transports(0).items() if not lacks] == ["files", "gloo"]
+    assert [name for name, lacks in pushes.transports(1).items() if lacks] == ["nccl", "nccl_m2n"]
+    assert not any(pushes.transports(2).values())
+
+
+def test_all_checks_fit_into_half_an_hour_in_the_order_of_their_worth() -> None:
+    """By the estimates with which the program begins them: none has run on a GPU."""
+    assert sum(check.seconds for check in program.CHECKS) <= program.BUDGET_S
+    names = [check.name for check in program.CHECKS]
+    assert len(set(names)) == len(names)
+    assert names[-2:] == ["speed", "profile"], "right before fast"
+    assert names.index("pushes by each transport") < names.index("serve, ten pushes and a kill")
 
 
 def test_an_exported_row_is_held_against_itself(

@@ -409,15 +409,30 @@ class TrainerSettings(FileSettings):
                 "push.kv_cache = 'keep': with gpus.share vLLM sleeps, and its cache with it; set"
                 " push.kv_cache = 'recompute'"
             )
-        if transport != "files" and self.gpus.share:
+        if transport not in ("auto", "files", "ipc") and self.gpus.share:
             raise ValueError(
                 f"push.transport = {transport!r}: with gpus.share vLLM sleeps, and is woken with"
-                " files; set push.transport = 'files'"
+                " files; set push.transport = 'files', or 'ipc'"
             )
-        if transport == "nccl" and self.vllm.on_cpu:
+        if transport in ("nccl", "ipc", "nccl_m2n") and self.vllm.on_cpu:
             raise ValueError(
-                "push.transport = 'nccl' goes from GPU to GPU, and vLLM serves on a CPU; set"
-                " push.transport = 'gloo', or 'files'"
+                f"push.transport = {transport!r} goes from GPU to GPU, and vLLM serves on a CPU;"
+                " set push.transport = 'gloo', or 'files'"
+            )
+        if transport == "ipc" and (self.vllm.urls or self.push.engines):
+            raise ValueError(
+                "push.transport = 'ipc': GPUs of servers that others started (vllm.urls,"
+                " push.engines) are not known here; set push.transport = 'nccl', or 'files'"
+            )
+        if transport == "nccl_m2n" and self.fsdp.lora is not None:
+            raise ValueError(
+                "push.transport = 'nccl_m2n' sends shards as they are, and [fsdp.lora] is served as"
+                " an adapter or merged; set push.transport = 'auto'"
+            )
+        if transport == "nccl_m2n" and len(self.engine_urls) > 1:
+            raise ValueError(
+                "push.transport = 'nccl_m2n': all ranks send to one server together, and"
+                f" {len(self.engine_urls)} are named; set push.transport = 'nccl'"
             )
         return self
 
@@ -520,13 +535,15 @@ def merged_reason(settings: TrainerSettings) -> str | None:
     """Why a push carries the model's whole weights; None: it carries an adapter."""
     if settings.push.lora == "merged":
         return "push.lora = 'merged'"
-    if settings.fsdp.lora is not None and settings.push.transport != "files":
-        return f"push.transport = {settings.push.transport!r} carries whole weights"
-    return why_not_served(
+    reason = why_not_served(
         settings.model,
         settings.fsdp.lora,
         sleep_level=settings.gpus.sleep_level if settings.gpus.share else None,
     )
+    transport = settings.push.transport
+    if reason is None and settings.fsdp.lora is not None and transport not in ("auto", "files"):
+        return f"push.transport = {transport!r} carries whole weights"
+    return reason
 
 
 def with_sleep(

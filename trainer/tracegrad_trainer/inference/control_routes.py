@@ -73,6 +73,9 @@ class Peer:
 class VllmControl:
     """vLLM 0.32's development routes. Each raises PushError, EngineLostError."""
 
+    # Whether the engine can be loaded by others from the files of what it serves.
+    sees_files = True
+
     def __init__(self, url: str, timeout_s: float) -> None:
         self._peer = Peer("vLLM", url, timeout_s)
 

@@ -1,5 +1,5 @@
-"""vLLM's weight-transfer engine `tracegrad_shm`: weights arrive as safetensors files, or by
-broadcast.
+"""vLLM's weight-transfer engine `tracegrad_shm`: weights arrive as safetensors files, by broadcast,
+or in memory that rank 0 shares with this worker's GPU.
 
 Runs inside a vLLM worker (vLLM 0.32). Files are mapped, not copied; vLLM's layerwise reload
 puts each tensor where the kernels want it. Two kinds of layers are packed for CPU kernels only at
@@ -43,6 +43,8 @@ from tracegrad_trainer.inference.transfer_group import (
     TransferGroup,
     join_group,
 )
+from tracegrad_trainer.inference.vllm_ipc_transfer import IpcReceiver, IpcTrialInfo
+from tracegrad_trainer.inference.vllm_m2n_transfer import M2nReceiver, M2NWeightTransferInitInfo
 from tracegrad_trainer.inference.weight_buckets import TensorSpec, receive
 
 
@@ -61,12 +63,16 @@ class SafetensorsInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 class SafetensorsUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Every weight, under checkpoint names: in the safetensors files `paths`, or in `buckets` that
     rank 0 broadcasts in the `group` of this name, one after the other, once all workers have
-    announced `step`."""
+    announced `step`; or those of `m2n`, from the ranks' shards. Or a part of them: `packed`, in
+    memory of GPUs, whole with the `last`."""
 
     paths: list[str] = field(default_factory=list)
     group: str = ""
     step: str = ""
     buckets: list[list[list[Any]]] = field(default_factory=list)
+    packed: dict[str, Any] | None = None
+    m2n: dict[str, Any] | None = None
+    last: bool = False
 
 
 class SafetensorsWeightTransferEngine(
@@ -77,13 +83,36 @@ class SafetensorsWeightTransferEngine(
     supports_draft_weight_update = False
 
     _group: TransferGroup | None = None
+    _ipc: IpcReceiver | None = None
+    _m2n: M2nReceiver | None = None
 
-    def init_transfer_engine(self, init_info: SafetensorsInitInfo) -> None:
-        """Raises TransferError: the group does not come together."""
+    def parse_init_info(self, init_dict: dict[str, Any]) -> WeightTransferInitInfo:
+        if "ipc_handles" in init_dict:
+            return IpcTrialInfo(**init_dict)
+        if "src_mesh_dims" in init_dict:
+            return M2NWeightTransferInitInfo(**init_dict)
+        return super().parse_init_info(init_dict)
+
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
+        """Raises TransferError: the group does not come together; ValueError, RuntimeError: memory
+        is not opened."""
+        if isinstance(init_info, IpcTrialInfo):
+            self._receiver().try_out(init_info)
+            return
+        if isinstance(init_info, M2NWeightTransferInitInfo):
+            if self._m2n is not None:
+                self._m2n.close()
+            self._m2n = M2nReceiver(self, init_info)
+            return
         self.shutdown()
         address = GroupAddress(**asdict(init_info))
         device = self.device if address.backend == "nccl" else torch.device("cpu")
         self._group = join_group(address, self._rank, device)
+
+    def _receiver(self) -> IpcReceiver:
+        if self._ipc is None:
+            self._ipc = IpcReceiver(self)
+        return self._ipc
 
     @property
     def _rank(self) -> int:
@@ -93,6 +122,8 @@ class SafetensorsWeightTransferEngine(
         return 1 + before + int(parallel.rank)
 
     def start_weight_update(self) -> None:
+        if self._ipc is not None:
+            self._ipc.release()
         # What a failed update had buffered must not be mixed into this one.
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
@@ -105,7 +136,18 @@ class SafetensorsWeightTransferEngine(
     def receive_weights(self, update_info: SafetensorsUpdateInfo) -> None:
         """Loads them. Raises before the model is touched if a file cannot be read or nothing is
         named, and ValueError naming the layers if they do not hold the whole model."""
-        if update_info.buckets:
+        if update_info.m2n is not None:
+            if self._m2n is None:
+                raise TransferError("this worker has no plan of shards; it was started again")
+            # What goes into the model's own memory is not missed in layers that are loaded.
+            self._m2n.receive(update_info.m2n)
+            return
+        if update_info.packed is not None:
+            self._receiver().receive(update_info.packed)
+            if not update_info.last:
+                return
+            self._receiver().release()
+        elif update_info.buckets:
             self._load(self._received(update_info))
         elif update_info.paths:
             with ExitStack() as stack:
@@ -150,6 +192,11 @@ class SafetensorsWeightTransferEngine(
         if self._group is not None:
             self._group.close()
         self._group = None
+        if self._ipc is not None:
+            self._ipc.release()
+        if self._m2n is not None:
+            self._m2n.close()
+            self._m2n = None
 
 
 class _Weights:

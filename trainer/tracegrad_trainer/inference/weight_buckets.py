@@ -16,10 +16,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tracegrad_trainer.config.push_transport import BUCKET_BYTES
 from tracegrad_trainer.inference.transfer_group import TransferGroup
 
-BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 16  # bytes, of each tensor in a bucket
+# Bytes that each tensor of a bucket begins at a multiple of. What ends elsewhere ends its bucket:
+# between the tensors there is nothing, as vLLM's own packed transfers have it.
+ALIGNMENT = 16
 
 
 class TensorSpec(NamedTuple):
@@ -93,13 +95,13 @@ def in_buckets(specs: Sequence[TensorSpec]) -> list[Bucket]:
             buckets.append([])
             room = BUCKET_BYTES
         buckets[-1].append(spec)
-        room -= _aligned(spec.nbytes)
+        room = room - spec.nbytes if spec.nbytes % ALIGNMENT == 0 else -1
     return buckets
 
 
 def places(bucket: Sequence[TensorSpec]) -> list[slice]:
     """Of each tensor's bytes."""
-    begins = accumulate((_aligned(spec.nbytes) for spec in bucket), initial=0)
+    begins = accumulate((spec.nbytes for spec in bucket), initial=0)
     return [slice(begin, begin + spec.nbytes) for begin, spec in zip(begins, bucket, strict=False)]
 
 
@@ -124,7 +126,3 @@ def receive(group: TransferGroup, buckets: Sequence[Bucket]) -> Iterator[tuple[s
         flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=group.device)
         group.broadcast(flat)
         yield from unpack(flat, bucket)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

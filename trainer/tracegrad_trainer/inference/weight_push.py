@@ -13,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -111,7 +112,8 @@ class WeightPusher:
         self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
         urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
-        if sleep and transport is not VllmControl:
+        control = transport.func if isinstance(transport, partial) else transport
+        if sleep and not getattr(control, "sees_files", True):
             raise ValueError("sleep: what wakes an engine loads it from files")
         if sleep and len(urls) > 1:
             raise ValueError("sleep: only of one engine, whose GPUs the ranks share")

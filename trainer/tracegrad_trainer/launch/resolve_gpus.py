@@ -63,7 +63,8 @@ def with_placement(settings: TrainerSettings, placement: Placement) -> TrainerSe
     made = GpuSettings.model_validate(
         settings.gpus.model_dump() | gpus | {"share": placement.shared}
     )
-    return settings.with_changes(**changes, gpus=made)
+    push = settings.push.model_copy(update={"transport": placement.transport})
+    return settings.with_changes(**changes, gpus=made, push=push)
 
 
 def with_training_gpus(settings: TrainerSettings) -> TrainerSettings:

@@ -24,6 +24,7 @@ from tracegrad_trainer.engine.model.context_trial import check_heads
 from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.model.reference import reference_layout
 from tracegrad_trainer.engine.model.sharded_load import empty_model
+from tracegrad_trainer.inference.m2n_push import m2n_missing
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
@@ -68,6 +69,8 @@ def check_memory(
     if problem := not_divisible(world, "context_parallel", settings.fsdp.context_parallel):
         raise ValueError(problem)
     check_replicas(world, settings.fsdp.replicas)
+    if settings.push.transport == "nccl_m2n" and (lacks := m2n_missing()):
+        raise ValueError(f"push.transport = 'nccl_m2n' needs {lacks}; set push.transport = 'nccl'")
     check_layout(settings)
     memory.check_fits_memory(
         settings.model,

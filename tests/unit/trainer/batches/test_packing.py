@@ -252,3 +252,40 @@ def test_rows_are_shared_out_by_what_they_cost_in_the_model() -> None:
     shares = pack(made, ranks=2, budget=100)
     plain, steep = (packing_stats(shares, budget=100, parity=each) for each in (1e12, 1.0))
     assert plain["pack_balance"] != steep["pack_balance"]
+
+
+@pytest.mark.parametrize(("rows_", "group"), [(256, 32), (512, 16), (1024, 16)])
+@pytest.mark.parametrize("tail", ["log-normal", "pareto"])
+def test_groups_that_share_rows_keep_64_ranks_busy(rows_: int, group: int, tail: str) -> None:
+    """The lengths and the figures of docs/training.md (Rows that ranks share); alone ranks wait for
+    the longest row."""
+    shared = np.mean([_balance(_lengths(rows_, tail, seed), 64, group) for seed in range(3)])
+    alone = np.mean([_balance(_lengths(rows_, tail, seed), 64, 1) for seed in range(3)])
+    assert shared > 0.9
+    assert alone < 0.6
+
+
+@pytest.mark.parametrize("tail", ["log-normal", "pareto"])
+def test_groups_keep_8_ranks_busy(tail: str) -> None:
+    for seed in range(3):
+        lengths = _lengths(512, tail, seed)
+        by_group = [_balance(lengths, 8, group) for group in (1, 2, 4)]
+        assert by_group == sorted(by_group)
+        assert by_group[-1] > 0.95
+
+
+def _lengths(count: int, tail: str, seed: int) -> list[int]:
+    draw = np.random.default_rng(seed)
+    if tail == "pareto":
+        drawn = 500 * (1 + draw.pareto(1.2, size=count))
+    else:
+        drawn = 2000 * np.exp(draw.normal(size=count))
+    lengths: list[int] = np.clip(drawn, 1, 32_768).astype(int).tolist()
+    return lengths
+
+
+def _balance(lengths: list[int], ranks: int, group: int) -> float:
+    """As `packing_stats` has it: the ranks of a group have equal parts of its micro-batches."""
+    shares = plan_packing(lengths, ranks=ranks // group, budget=32_768)
+    cost = np.array([[sum(row_cost(lengths[i]) for i in b) for b in bins] for bins in shares])
+    return float(cost.sum() / (cost.max(0).sum() * len(shares)))

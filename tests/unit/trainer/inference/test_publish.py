@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tracegrad_trainer.inference import publish, weight_files
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
+from tracegrad_trainer.inference.live_weights import GatherOrder, LiveWeights
 from tracegrad_trainer.inference.logprob_probe import ProbeMismatchError, ProbeSample
+from tracegrad_trainer.inference.m2n_push import M2nOrder
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.losses.logprob_gap import BOUNDS, LogprobGap
@@ -177,3 +180,29 @@ def test_a_bucket_of_tensors_is_in_memory_at_a_time(
     assert isinstance(new, ServedWeights)
     assert len(new.paths) == 10
     assert most <= 6
+
+
+def test_other_ranks_take_part_as_often_as_rank_0_orders(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = Gather({"w": torch.zeros(2, 2), "norm": torch.zeros(2)})
+    monkeypatch.setattr(publish, "full_tensors", gather)
+    told = iter([GatherOrder(), M2nOrder("10.0.0.1", 1, 3), M2nOrder(), GatherOrder(), None])
+    monkeypatch.setattr(publish, "_share", lambda _: next(told))
+    sent: list[M2nOrder] = []
+    publisher._sender = SimpleNamespace(take_part=sent.append)  # type: ignore[assignment]
+    publisher._follow()
+    assert gather.asked == 4
+    assert sent == [M2nOrder("10.0.0.1", 1, 3), M2nOrder()]
+    assert next(told, "all") == "all"
+
+
+def test_what_rank_0_does_not_send_is_gathered_all_the_same() -> None:
+    """The others are in that collective."""
+    gather = Gather({name: torch.zeros(1) for name in "abc"})
+    ordered: list[GatherOrder] = []
+    live = LiveWeights(ordered.append, lambda: gather(None), lambda gathered: gathered)
+    with suppress(OSError), live.tensors() as tensors:
+        next(tensors)
+        raise OSError
+    assert (len(ordered), gather.asked) == (1, 3)
