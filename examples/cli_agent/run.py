@@ -90,7 +90,7 @@ class _Run(RunObserver):
         self._stage.check()
         self._rollouts += 1
         self._not_scored += not attempt.outcome.scored
-        if self._not_scored == self._rollouts >= HOPELESS:
+        if self._not_scored == self._rollouts == HOPELESS:
             raise Unusable(f"no attempt comes to its end: {attempt.reason}")
         self._told(attempt)
 
