@@ -96,7 +96,8 @@ if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {ve
     for name in python python3 python{version}; do ln -sf "$python" {own}/bin/$name; done
     sed -i "s|^home = .*|home = $(dirname "$python")|" {own}/pyvenv.cfg
     for file in {own}/bin/*; do
-        [ -L "$file" ] || [ -d "$file" ] || sed -i '1s|^#!.*/bin/python.*|#!{own}/bin/python|' "$file"
+        [ -L "$file" ] || [ -d "$file" ] ||
+            sed -i '1s|^#!.*/bin/python.*|#!{own}/bin/python|' "$file"
     done
 else
     if [ -f {own}/{REQUIREMENTS} ]; then cp {own}/{REQUIREMENTS} {own}.txt; fi
