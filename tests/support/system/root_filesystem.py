@@ -49,6 +49,7 @@ def _packages(*, python: bool) -> list[str]:
     return [
         *("busybox-static", "python3-minimal", f"{version}-minimal"),
         *(f"{library}-minimal", f"{library}-stdlib"),
+        "libgcc-s1",  # for modules in Rust
     ]
 
 
