@@ -49,7 +49,7 @@ def _packages(*, python: bool) -> list[str]:
     return [
         *("busybox-static", "python3-minimal", f"{version}-minimal"),
         *(f"{library}-minimal", f"{library}-stdlib"),
-        "libgcc-s1",  # for modules in Rust
+        *("libc6", "libgcc-s1"),  # all of them, for modules in Rust
     ]
 
 
