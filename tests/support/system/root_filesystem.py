@@ -19,6 +19,7 @@ _FILES = {
     "etc/group": "root:x:0:\nagent:x:1000:\n",
 }
 _WORLDS_FOLDERS = ("tmp", "var/tmp")
+_PARTS_OF_LIBC = ("dl.so.2", "m.so.6", "pthread.so.0", "rt.so.1", "util.so.1")
 _BUSYBOX = Path("/bin/busybox")
 
 
@@ -49,7 +50,7 @@ def _packages(*, python: bool) -> list[str]:
     return [
         *("busybox-static", "python3-minimal", f"{version}-minimal"),
         *(f"{library}-minimal", f"{library}-stdlib"),
-        *("libc6", "libgcc-s1"),  # all of them, for modules in Rust
+        "libgcc-s1",  # modules in Rust load it
     ]
 
 
@@ -82,7 +83,11 @@ def _write(made: tarfile.TarFile, packages: Iterable[str]) -> None:
         if name not in taken:
             taken.add(name)
             made.add(path, name, recursive=False)
-    for path in sorted(_libraries(files)):
+    libraries = _libraries(files)
+    # Parts of libc that Python itself does not load, and other people's modules do.
+    for path in [path for path in libraries if path.name == "libc.so.6"]:
+        libraries |= {path.with_name(f"lib{part}") for part in _PARTS_OF_LIBC}
+    for path in sorted(libraries):
         made.add(path.resolve(), str(path).lstrip("/"))  # the loader looks for the name
 
 
