@@ -600,3 +600,38 @@ async def test_a_resettable_one_comes_back_as_it_began(
         await sandbox.close()
     assert len(seen) <= 2  # another one may start while the first is reset
     await pool.close()
+
+
+# By the command
+
+RUN_AGENT = """
+import os, urllib.request
+body = b'{"model": "policy", "messages": [{"role": "user", "content": "hello"}]}'
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body,
+    {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
+urllib.request.urlopen(request).read()
+open("answer", "w").write(os.popen("id -u").read())
+"""
+
+
+def test_tracegrad_run_has_each_attempt_in_a_container_of_its_own(
+    engine: Engine, proxy: ProxyWithEngine, api: docker.APIClient, tmp_path: Path
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "agent.py").write_text(RUN_AGENT)
+    command = [
+        *(sys.executable, "-m", "tracegrad", "run", "-n", "3", "--task", "contained", "--json"),
+        *("--image", engine.image(docker_engine.PYTHON_IMAGE), "--workspace", tmp_path / "work"),
+        *("--user", "1000:1000", "--memory", "256", "--cpus", "1", "--pids", "64", "--read-only"),
+        *("--reward", 'test "$(cat answer)" = 1000 && test -s "$TRACEGRAD_OUTPUT" || exit 1'),
+        *("--", "sh", "-c", "python3 agent.py && echo done"),
+    ]
+    environ = {**os.environ, "TRACEGRAD_URL": proxy.url, "DOCKER_HOST": engine.url}
+    environ.pop("TRACEGRAD_API_KEY", None)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [row for row in proxy.store.rollouts(limit=None) if row.task_id == "contained"]
+    assert [(row.outcome, row.reward) for row in rows] == [("completed", 1.0)] * 3
+    assert api.containers(all=True) == []
