@@ -151,12 +151,12 @@ class DockerImages:
         try:
             said = await self._engine.call(self._build_log, folder, name)
         except APIError as error:
-            fix = "mend its Dockerfile"
+            fix = "correct its Dockerfile"
             raise broken_or_unavailable(error, f"build of {folder}", fix) from None
         except (OSError, TypeError) as error:  # docker's own check of the folder
             raise BrokenEnvironment(f"build: {folder}: {error}") from None
         if said:
-            raise BrokenEnvironment(f"build of {folder} failed: {said}; mend its Dockerfile")
+            raise BrokenEnvironment(f"build of {folder} failed: {said}; correct its Dockerfile")
 
     def _build_log(self, folder: Path, name: str) -> str | None:
         """The last lines of one that failed."""

@@ -1,4 +1,4 @@
-"""Which backend makes a task's sandbox: containers where its spec names an image, else processes."""
+"""Which backend makes a task's sandbox: Docker where its spec names an image, else processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ContainerOptions:
     """Of a run's containers.
 
     Attributes:
-        warm: sandboxes of a spec that are ready or start ahead; 0: each starts when it is asked for.
+        warm: sandboxes of a spec that are ready or start ahead; 0: none does.
         network, build_network: as of `DockerSettings`.
         layer: how a recipe is baked into an image.
     """
