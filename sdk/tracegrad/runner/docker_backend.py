@@ -11,8 +11,8 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,11 @@ from tracegrad.runner.sandbox import (
     SandboxUnavailable,
 )
 from tracegrad.runner.sandbox_owner import OWNER_LABEL, RUN_LABEL, SandboxOwner
-from tracegrad.runner.start_limits import StartLimits
 from tracegrad.runner.tar_stream import FileOwner
 
 START_TIMEOUT_S = 120.0
+STAGGER_S = 0.05  # between two starts
+STARTS, STOPS = 2 * (os.cpu_count() or 1), 4 * (os.cpu_count() or 1)
 WORKSPACE = "/workspace"  # where an image says nothing of a folder
 # A container's first process. It waits for nothing but time (seven days: what a killed runner
 # leaves ends by itself, should no other one ever start), forks nothing (the bound of processes may
@@ -90,6 +91,29 @@ class DockerSettings:
     pull: bool = True
     layer: Callable[[str], AgentLayer] | None = None
     locks: Path | None = None
+
+
+class StartLimits:
+    """Of one engine: so many starts and stops at a time, and one start a moment. A hundred at one
+    moment make it time out. What a pool makes ahead counts, too, which no attempt waits for."""
+
+    def __init__(
+        self, *, starts: int = STARTS, stops: int = STOPS, stagger_s: float = STAGGER_S
+    ) -> None:
+        self._starts, self._stops = asyncio.Semaphore(starts), asyncio.Semaphore(stops)
+        self._stagger_s, self._next = stagger_s, 0.0
+
+    @asynccontextmanager
+    async def start(self) -> AsyncIterator[None]:
+        async with self._starts:
+            now = asyncio.get_running_loop().time()
+            begin = max(now, self._next)
+            self._next = begin + self._stagger_s
+            await asyncio.sleep(begin - now)
+            yield
+
+    def stop(self) -> AbstractAsyncContextManager[None]:
+        return self._stops
 
 
 @dataclass(slots=True)
