@@ -26,10 +26,10 @@ FILE_BY_FILE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; about 25 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients
-	$(FILE_BY_FILE) -m "(vllm or agents) and not slow" tests/integration tests/faults tests/agents
+	$(FILE_BY_FILE) -m "(vllm or agents or docker) and not slow" tests/integration tests/faults tests/agents
 
-test-fast: install-dev  ## no vLLM, no CLI agents, no client libraries' own suites
-	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents)" --ignore=tests/clients
+test-fast: install-dev  ## no vLLM, no CLI agents, no containers, no client libraries' own suites
+	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker)" --ignore=tests/clients
 
 test-long: test  ## the long forms too
 	$(BIN)/python -m pytest -m slow

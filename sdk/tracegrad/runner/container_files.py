@@ -52,7 +52,8 @@ class ContainerFiles:
     async def own(self, path: str) -> None:
         """Makes the folder, if it is not there, and gives it to the owner; not what is in it."""
         base = self._base(path)
-        name = posixpath.relpath(path, base)  # "." is a volume's own
+        name = posixpath.relpath(path, base)
+        assert name != ".", "the engine leaves the folder itself as it is"
         await self._put(base, lambda file: pack_folders(file, [name], self._owner))
 
     async def download(self, source: str, target: Path) -> None:

@@ -11,8 +11,8 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,19 @@ from tracegrad.runner.sandbox import (
     SandboxUnavailable,
 )
 from tracegrad.runner.sandbox_owner import OWNER_LABEL, RUN_LABEL, SandboxOwner
-from tracegrad.runner.start_limits import StartLimits
 from tracegrad.runner.tar_stream import FileOwner
 
 START_TIMEOUT_S = 120.0
+STAGGER_S = 0.05  # between two starts
+STARTS, STOPS = 2 * (os.cpu_count() or 1), 4 * (os.cpu_count() or 1)
 WORKSPACE = "/workspace"  # where an image says nothing of a folder
-# A container's first process. It waits for nothing but time (seven days: what a killed runner leaves
-# ends by itself, should no other one ever start), forks nothing (the bound of processes may be hit)
-# and reaps what agents leave: zombies count for that bound. GNU's `env` has the kernel do so;
-# busybox's shell does it in `jobs`.
+# A container's first process. It waits for nothing but time (seven days: what a killed runner
+# leaves ends by itself, should no other one ever start), forks nothing (the bound of processes may
+# be hit) and reaps what agents leave: zombies count for that bound. GNU's `env` has the kernel do
+# so; busybox's shell does it in `jobs`. The kernel keeps signals from inside away from it but those
+# that it has a handler for, as shells do.
 _FIRST_PROCESS = """
+trap '' HUP INT QUIT PIPE ALRM TERM USR1 USR2
 if env --ignore-signal=CHLD true 2>/dev/null; then
     exec env --ignore-signal=CHLD sleep 604800
 fi
@@ -90,6 +93,29 @@ class DockerSettings:
     locks: Path | None = None
 
 
+class StartLimits:
+    """Of one engine: so many starts and stops at a time, and one start a moment. A hundred at one
+    moment make it time out. What a pool makes ahead counts, too, which no attempt waits for."""
+
+    def __init__(
+        self, *, starts: int = STARTS, stops: int = STOPS, stagger_s: float = STAGGER_S
+    ) -> None:
+        self._starts, self._stops = asyncio.Semaphore(starts), asyncio.Semaphore(stops)
+        self._stagger_s, self._next = stagger_s, 0.0
+
+    @asynccontextmanager
+    async def start(self) -> AsyncIterator[None]:
+        async with self._starts:
+            now = asyncio.get_running_loop().time()
+            begin = max(now, self._next)
+            self._next = begin + self._stagger_s
+            await asyncio.sleep(begin - now)
+            yield
+
+    def stop(self) -> AbstractAsyncContextManager[None]:
+        return self._stops
+
+
 @dataclass(slots=True)
 class _Opened:
     """What is there once the engine has answered."""
@@ -115,27 +141,35 @@ class DockerSandboxes:
         self._owners: dict[tuple[str, str], FileOwner] = {}
         self._living: set[DockerSandbox] = set()
         self._abandoned: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def start(self, spec: SandboxSpec) -> DockerSandbox:
         """Raises SandboxError. A cancellation leaves nothing behind once it is closed."""
-        if self._closed:
+        if self._closing is not None:
             raise SandboxUnavailable("the runner ends")
         starting = asyncio.create_task(self._start(spec))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             # A thread that makes a container is not to be stopped: what it makes is removed then.
+            starting.cancel()
             task = asyncio.create_task(_abandon(starting))
             self._abandoned.add(task)
             task.add_done_callback(self._abandoned.discard)
             raise
 
     async def close(self) -> None:
-        self._closed = True
+        """Also where whoever waits for it is cancelled; may be called again."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         while self._abandoned:
             await asyncio.wait(self._abandoned)
-        await asyncio.gather(*(each.destroy() for each in list(self._living)))
+        # What fails here is tried once more below.
+        ends = (each.destroy() for each in list(self._living))
+        await asyncio.gather(*ends, return_exceptions=True)
         if self._opening is None:
             return
         try:
@@ -161,12 +195,16 @@ class DockerSandboxes:
 
     async def _open(self) -> _Opened:
         engine = await DockerEngine.connect(self._settings.engine)
-        await reap_leftovers(engine)
         events = ContainerEvents(engine, f"{RUN_LABEL}={self._run}")
         try:
+            await reap_leftovers(engine)
             await events.open()
-        except APIError as error:
-            raise SandboxUnavailable(f"the engine has no events: {explanation(error)}") from None
+        except BaseException as error:
+            engine.close()
+            if isinstance(error, APIError):
+                said = f"the engine has no events: {explanation(error)}"
+                raise SandboxUnavailable(said) from None
+            raise
         images = DockerImages(
             engine,
             layer=self._settings.layer,
@@ -207,8 +245,7 @@ class DockerSandboxes:
             container = await asyncio.shield(making)
             sandbox = await self._sandbox(opened, spec, image, container, workdir)
         except BaseException as error:
-            await asyncio.shield(_removed_when_made(opened.engine, making, name))
-            opened.events.unwatch(name)
+            await asyncio.shield(_removed_when_made(opened, making, name))
             if isinstance(error, APIError):
                 fix = "check image, user, workdir and bounds"
                 raise broken_or_unavailable(error, "the container does not start", fix) from None
@@ -250,8 +287,8 @@ class DockerSandboxes:
         workdir: str,
     ) -> DockerSandbox:
         mirrors = [] if spec.mirror is None else [mirror_target(spec.mirror)]
-        addresses = await opened.network.open(container, [self._proxy, *mirrors])
         user = spec.user or image.user or "0:0"
+        owner = await self._owner(opened.engine, image, container["Id"], user)
         target = ExecTarget(
             opened.engine,
             container["Id"],
@@ -264,14 +301,16 @@ class DockerSandboxes:
             opened.engine,
             target.container,
             folder=workdir,
-            owner=await self._owner(opened.engine, image, target.container, user),
+            owner=owner,
             writable=("/tmp", workdir) if spec.read_only else None,
         )
+        addresses = await opened.network.open(container, [self._proxy, *mirrors])
         sandbox = DockerSandbox(
             target,
             spec=spec,
             image=image,
             files=files,
+            owner=owner,
             addresses=addresses,
             remove=self._remove,
             snapshot_labels=self._labels,
@@ -348,15 +387,17 @@ async def remove_container(engine: DockerEngine, container: str) -> None:
 
 
 async def _removed_when_made(
-    engine: DockerEngine, making: asyncio.Task[Mapping[str, Any]], name: str
+    opened: _Opened, making: asyncio.Task[Mapping[str, Any]], name: str
 ) -> None:
     await asyncio.wait([making])
-    if not making.cancelled():
-        making.exception()  # whoever waited has it
+    if not making.cancelled() and making.exception() is None:
+        opened.events.unwatch(making.result()["Id"])
     with suppress(SandboxUnavailable):
-        await remove_container(engine, name)
+        await remove_container(opened.engine, name)
 
 
 async def _abandon(starting: asyncio.Task[DockerSandbox]) -> None:
-    with suppress(SandboxError):
-        await (await starting).destroy()
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        with suppress(SandboxError):
+            await starting.result().destroy()

@@ -15,6 +15,7 @@ from typing import ParamSpec, TypeVar
 import docker
 import docker.utils
 import requests.exceptions
+import urllib3.exceptions
 from docker.errors import APIError, DockerException, NotFound
 
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
@@ -22,6 +23,15 @@ from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 API_TIMEOUT_S = 60.0  # of one call; a start below a hundred others takes ten
 _THREADS = 16
 _FIX = "start one (dockerd), or name its socket in DOCKER_HOST"
+
+# Not every OSError: a file of this machine may be missing.
+_LOST = (
+    DockerException,
+    requests.exceptions.RequestException,
+    urllib3.exceptions.HTTPError,
+    ConnectionError,
+    TimeoutError,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,7 +84,7 @@ def _answered(function: Callable[[], T]) -> T:
         return function()
     except APIError:
         raise
-    except (DockerException, requests.exceptions.RequestException, OSError) as error:
+    except _LOST as error:
         raise SandboxUnavailable(f"the Docker engine does not answer: {_short(error)}") from None
 
 

@@ -7,13 +7,14 @@ What is built or baked is named after all that it is made of (`tracegrad/build:D
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from typing import Any
 import docker.utils
 from docker.errors import APIError, NotFound
 
+from tracegrad.private_files import private_folder
 from tracegrad.runner.agent_layer import AgentLayer
 from tracegrad.runner.docker_engine import DockerEngine, broken_or_unavailable
-from tracegrad.runner.file_lock import file_lock
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxSpec, SandboxUnavailable
 from tracegrad.runner.sandbox_owner import OWNER_LABEL, RUN_LABEL
 from tracegrad.runner.tar_stream import FileOwner, pack
@@ -35,6 +36,7 @@ RECIPE_LABEL = "tracegrad.recipe"
 BAKE_TIMEOUT_S = 1800.0
 _MADE_AT_ONCE = 2  # each holds a thread of the engine's
 _LAST_LINES = 3
+_LOOK_AGAIN_S = 0.1  # whether a lock is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,12 @@ class DockerImages:
         try:
             said = await self._engine.call(self._build_log, folder, name)
         except APIError as error:
-            fix = "mend its Dockerfile"
+            fix = "correct its Dockerfile"
             raise broken_or_unavailable(error, f"build of {folder}", fix) from None
         except (OSError, TypeError) as error:  # docker's own check of the folder
             raise BrokenEnvironment(f"build: {folder}: {error}") from None
         if said:
-            raise BrokenEnvironment(f"build of {folder} failed: {said}; mend its Dockerfile")
+            raise BrokenEnvironment(f"build of {folder} failed: {said}; correct its Dockerfile")
 
     def _build_log(self, folder: Path, name: str) -> str | None:
         """The last lines of one that failed."""
@@ -318,3 +320,25 @@ def _upload(api: docker.APIClient, container: str, source: Path, inside: str) ->
 def _cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     return (Path(base) if base else Path.home() / ".cache") / "tracegrad"
+
+
+@asynccontextmanager
+async def file_lock(path: Path) -> AsyncIterator[None]:
+    """One process at a time; the kernel gives it back however its holder ends. Waits for it. Raises
+    OSError."""
+    private_folder(path.parent)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _taken(fd):  # noqa: ASYNC110 (another process has it)
+            await asyncio.sleep(_LOOK_AGAIN_S)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _taken(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

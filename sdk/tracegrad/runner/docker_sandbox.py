@@ -21,6 +21,7 @@ from tracegrad.runner.docker_exec import ExecTarget, run_in_container
 from tracegrad.runner.docker_images import SandboxImage, commit
 from tracegrad.runner.outcomes import ProcessEnd
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxSpec, SandboxUnavailable
+from tracegrad.runner.tar_stream import FileOwner
 
 MIRROR_VARIABLE = "TRACEGRAD_MIRROR"
 _RESET_S = 60.0
@@ -31,6 +32,7 @@ class DockerSandbox:
     """One container.
 
     Args:
+        owner: of files that are copied in.
         remove: ends and removes it.
         snapshot_labels: of images that are made of it.
     """
@@ -44,6 +46,7 @@ class DockerSandbox:
         spec: SandboxSpec,
         image: SandboxImage,
         files: ContainerFiles,
+        owner: FileOwner,
         addresses: Addresses,
         remove: Callable[[DockerSandbox], Awaitable[None]],
         snapshot_labels: Mapping[str, str],
@@ -51,6 +54,7 @@ class DockerSandbox:
         self.on_close: Callable[[], Awaitable[None]] | None = None
         self.container = target.container
         self._target, self._spec, self._image, self._files = target, spec, image, files
+        self._owner = owner
         self._addresses, self._remove, self._snapshot_labels = addresses, remove, snapshot_labels
         self._one_at_a_time = asyncio.Lock()
         self._destroying: asyncio.Task[None] | None = None
@@ -119,8 +123,13 @@ class DockerSandbox:
 
     async def prepare(self) -> None:
         """Before it is handed out: its folder, and what is in it. Raises SandboxError."""
-        if self._spec.user is not None:
-            await self._files.own(self.folder)
+        made = self.folder != self._image.workdir
+        if not self._owner.is_root and (made or self._spec.user is not None):
+            if self._spec.read_only:  # a volume
+                whose = f"{self._owner.uid}:{self._owner.gid}"
+                await self._as_root(["chown", whose, self.folder])
+            else:
+                await self._files.own(self.folder)
         if self._spec.workspace is not None:
             await self.upload(self._spec.workspace, ".")
 
@@ -155,4 +164,6 @@ class DockerSandbox:
                 output=Path(folder) / "output",
             )
         if end.exit_code != 0:
-            raise SandboxUnavailable(f"the sandbox is not reset: {end.describe()}: {end.last_line}")
+            raise SandboxUnavailable(
+                f"{command[0]} in the sandbox: {end.describe()}: {end.last_line}"
+            )

@@ -123,7 +123,8 @@ class Relay:
         """Of a request, as it is passed on. Empty lines before it are allowed, and left out."""
         while not (first := await reader.readuntil(b"\n")).strip(b"\r\n"):
             pass
-        kept, size = [], 0
+        kept: list[bytes] = []
+        size = 0
         while not kept or kept[-1].strip(b"\r\n"):
             kept.append(await reader.readuntil(b"\n"))
             size += len(kept[-1])

@@ -61,7 +61,10 @@ class WarmPool:
     ) -> None:
         self._backend = backend
         self._state: WarmPoolState[SandboxSpec, PoolableSandbox, _Ticket] = WarmPoolState(
-            size=size, total=total, idle_s=idle_s
+            size=size,
+            total=total,
+            idle_s=idle_s,
+            comes_back=lambda spec: spec.resettable,
         )
         self._working: set[asyncio.Task[None]] = set()
         self._ticking: asyncio.Task[None] | None = None

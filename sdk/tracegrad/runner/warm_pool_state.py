@@ -6,7 +6,7 @@ One machine for the pools of all specs, since they share one bound.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -58,12 +58,21 @@ class WarmPoolState(Generic[S, I, T]):
     """Each event's answer is what is to be done, in order.
 
     `size`: ready and starting ones of a spec; `total`: of all specs. `idle_s`: how long one stays
-    ready that nobody takes.
+    ready that nobody takes. `comes_back`: used ones of a spec are `returned`, and none is started
+    ahead of them.
     """
 
-    def __init__(self, *, size: int, total: int, idle_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        total: int,
+        idle_s: float,
+        comes_back: Callable[[S], bool] = lambda spec: False,
+    ) -> None:
         assert 1 <= size <= total, f"size {size}, total {total}"
         self._size, self._total, self._idle_s = size, total, idle_s
+        self._comes_back = comes_back
         # The one that was asked for last comes last.
         self._pools: OrderedDict[S, _Pool[I, T]] = OrderedDict()
         self._drained: Exception | None = None
@@ -188,6 +197,8 @@ class WarmPoolState(Generic[S, I, T]):
     def _start_ahead(self, spec: S, told: list[Action[S, T, I]]) -> None:
         """While the agent runs that got the last one; nobody makes room for a guess."""
         pool = self._pools[spec]
+        if self._comes_back(spec):
+            return
         while not pool.failed and pool.held < self._size and self.held() < self._total:
             pool.starting += 1
             told.append(Start(spec))

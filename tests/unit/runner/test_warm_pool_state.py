@@ -30,7 +30,7 @@ class Pools(RuleBasedStateMachine):
     def begin(self, size: int, more: int) -> None:
         self.size, self.total = size, size + more
         self.pool: WarmPoolState[str, int, int] = WarmPoolState(
-            size=size, total=self.total, idle_s=IDLE_S
+            size=size, total=self.total, idle_s=IDLE_S, comes_back=lambda spec: spec == "d"
         )
         self.now = 0.0
         self.number = 0
@@ -141,7 +141,7 @@ class Pools(RuleBasedStateMachine):
 
 
 TestPools = Pools.TestCase
-TestPools.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPools.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def pool(size: int = 2, total: int = 4) -> WarmPoolState[str, str, int]:
@@ -152,6 +152,17 @@ def test_the_next_one_starts_while_the_first_is_used() -> None:
     found = pool(size=1)
     assert found.asked("a", 1) == [Start("a")]
     assert found.started("a", "first", 0.0) == [Hand(1, "first"), Start("a")]
+
+
+def test_nothing_is_started_ahead_of_those_that_come_back() -> None:
+    found: WarmPoolState[str, str, int] = WarmPoolState(
+        size=2, total=4, idle_s=IDLE_S, comes_back=lambda spec: True
+    )
+    found.asked("a", 1)
+    assert found.started("a", "only", 0.0) == [Hand(1, "only")]
+    assert found.asked("a", 2) == [Start("a")]
+    assert found.returned("a", "only", 0.0) == [Hand(2, "only")]
+    assert found.started("a", "spare", 0.0) == []
 
 
 def test_nothing_is_started_ahead_after_a_failure() -> None:

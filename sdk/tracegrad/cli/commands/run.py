@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,9 +26,14 @@ from tracegrad.cli.store_option import JsonOption, fail
 from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
-from tracegrad.runner.local_sandbox import LocalSandboxes
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxSpec
+from tracegrad.runner.sandbox_backend import (
+    ContainerOptions,
+    check_docker,
+    filled,
+    sandbox_backend,
+)
 from tracegrad.runner.stage_limits import StageTimeouts
 from tracegrad.runner.task import RewardSource, Task
 from tracegrad.runner.task_files import TaskDefaults, TaskFileError, load_tasks
@@ -106,6 +111,33 @@ def run_command(
             exists=True, file_okay=False, help="Each attempt runs in a copy of this folder."
         ),
     ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Each attempt runs in a container of this Docker image.")
+    ] = None,
+    build: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="The same; built from a Dockerfile here."),
+    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0.01, help="Of each container.")] = None,
+    memory: Annotated[
+        int | None, typer.Option(min=6, metavar="MIB", help="Of each sandbox.")
+    ] = None,
+    pids: Annotated[
+        int | None, typer.Option(min=1, help="Processes and threads in each container.")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="UID:GID", help="Who runs commands in containers.")
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Containers can write to /tmp and their folder.")
+    ] = False,
+    mirror: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A package mirror that containers reach, too."),
+    ] = None,
+    warm: Annotated[
+        int, typer.Option(min=0, help="Containers of each kind that are started ahead.")
+    ] = 2,
     retries: Annotated[
         int | None,
         typer.Option(
@@ -154,10 +186,22 @@ def run_command(
         reward=reward,
         reward_source=source,
         workspace=workspace,
+        image=image,
         tags=_tags(tag or []),
+    )
+    containers = SandboxSpec(
+        image=image,
+        build=build,
+        cpus=cpus,
+        memory_mb=memory,
+        pids=pids,
+        user=user,
+        read_only=read_only,
+        mirror=mirror,
     )
     of_file = tasks is not None
     found = _loaded(tasks, defaults) if tasks is not None else [_one_task(defaults, task)]
+    found = _contained(found, containers)
     silent_s = (_FILE_HEARTBEAT_S if of_file else None) if heartbeat is None else heartbeat
     asked = RunSettings(
         attempts=attempts,
@@ -170,7 +214,7 @@ def run_command(
     )
     _check_proxy()
     folder = resume or logs / time.strftime("%Y-%m-%dT%H-%M-%S")
-    invocation = _Invocation(found, asked, folder, resume is not None, of_file, as_json)
+    invocation = _Invocation(found, asked, folder, resume is not None, of_file, as_json, warm)
     raise typer.Exit(invocation.run())
 
 
@@ -197,6 +241,18 @@ def _one_task(defaults: TaskDefaults, task_id: str | None) -> Task:
         reward=defaults.reward,
         reward_source=defaults.reward_source or "exit_code",
     )
+
+
+def _contained(tasks: Sequence[Task], asked: SandboxSpec) -> list[Task]:
+    """Where they say nothing of their sandbox themselves, as the options do."""
+    if asked.image is not None and asked.build is not None:
+        fail("--build: there is --image, too; give one of them", USAGE_ERROR)
+    try:
+        found = [replace(task, sandbox=filled(task.sandbox, asked)) for task in tasks]
+        check_docker(task.sandbox for task in found)
+    except ValueError as error:
+        fail(str(error), USAGE_ERROR)
+    return found
 
 
 def _command_hash(command: Sequence[str]) -> str:
@@ -234,6 +290,7 @@ class _Invocation:
     resume: bool
     of_file: bool
     as_json: bool
+    warm: int
     interrupted: bool = False
 
     def run(self) -> int:
@@ -279,7 +336,12 @@ class _Invocation:
         await TaskRun(
             self.tasks,
             self.settings,
-            LocalSandboxes(shared=None if self.of_file else Path.cwd()),
+            sandbox_backend(
+                [task.sandbox for task in self.tasks],
+                proxy=proxy_url(),
+                options=ContainerOptions(warm=self.warm),
+                shared=None if self.of_file else Path.cwd(),
+            ),
             logs=private_folder(self.folder),
             record=record,
             observer=progress,
