@@ -85,13 +85,13 @@ def main() -> int:
     from .run import Plan, run
     from .warm_start import Recipe, warm_start
 
-    opened = sandboxes.local if options.local else partial(sandboxes.docker, image=options.image)
+    spec = sandboxes.spec_of(local=options.local, image=options.image)
     folder = (ROOT / time.strftime("%Y-%m-%dT%H-%M-%S")).resolve()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     started, results = time.monotonic(), []
     before: Score | None = None
     try:
-        sandboxes.install(screen)
+        sandboxes.install(screen, spec)
         recipe = Recipe()
         model = screen.warm_start(recipe.steps, lambda seen: warm_start(ROOT, recipe, seen))
         for variant in variants(options.seeds)[: options.variants]:
@@ -107,7 +107,7 @@ def main() -> int:
                 temperature=options.temperature,
                 examine_first=before is None,
             )
-            result = run(plan, model, opened, screen)
+            result = run(plan, model, partial(sandboxes.opened, spec), screen)
             before = before or result.before
             results.append((variant, result))
     except KeyboardInterrupt:

@@ -15,9 +15,9 @@ from tracegrad.runner.agent_install import InstallFailed, install_agent
 from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, Prepare, run_attempt
 from tracegrad.runner.driver import Driver, RunObserver, unpaced
-from tracegrad.runner.local_sandbox import LocalSandboxes
-from tracegrad.runner.recipe_files import RecipeError, find_recipe
+from tracegrad.runner.recipe_files import find_recipe
 from tracegrad.runner.sandbox import Sandbox, SandboxBackend, SandboxSpec
+from tracegrad.runner.sandbox_backend import ContainerOptions, check_docker, sandbox_backend
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task import AgentCommand
@@ -124,49 +124,42 @@ async def _place(driver: Driver, enough: Callable[[], bool]) -> str | None:
     return None
 
 
-@asynccontextmanager
-async def local(root: Path) -> AsyncIterator[Sandboxes]:
-    """Processes of this machine."""
-    backend = LocalSandboxes()
-    try:
-        with AgentLauncher(model="policy") as launcher:
-            yield Sandboxes(backend, launcher, SandboxSpec(workspace=workspace(root / "files")))
-    finally:
-        await backend.close()
+def spec_of(*, local: bool, image: str | None) -> SandboxSpec:
+    """Processes of this machine; else a container of `image`, or of one that is built here."""
+    if local:
+        return SandboxSpec()
+    return SandboxSpec(
+        image=image,
+        build=IMAGE if image is None else None,
+        workdir="/workspace",
+        memory_mb=1024,
+        pids=64,
+        user="1000:1000",
+    )
 
 
 @asynccontextmanager
-async def docker(root: Path, image: str | None) -> AsyncIterator[Sandboxes]:
-    """A container for each attempt, ready before it is asked for: it reaches the proxy alone."""
-    from tracegrad.runner.docker_backend import DockerSandboxes, DockerSettings
-    from tracegrad.runner.warm_pool import WarmPool
-
+async def opened(spec: SandboxSpec, root: Path) -> AsyncIterator[Sandboxes]:
+    """Containers are ready before they are asked for, and reach the proxy alone."""
+    spec = replace(spec, workspace=workspace(root / "files"))
     with AgentLauncher(model="policy") as launcher:
-        settings = DockerSettings(proxy=proxy_url(), layer=launcher.layer)
-        pool = WarmPool(DockerSandboxes(settings), size=AGENTS, total=2 * AGENTS)
-        spec = SandboxSpec(
-            image=image,
-            build=IMAGE if image is None else None,
-            workspace=workspace(root / "files"),
-            workdir="/workspace",
-            memory_mb=1024,
-            pids=64,
-            user="1000:1000",
-        )
+        options = ContainerOptions(warm=AGENTS, layer=launcher.layer)
+        backend = sandbox_backend([spec], proxy=proxy_url(), options=options)
         try:
-            yield Sandboxes(pool, launcher, spec)
+            yield Sandboxes(backend, launcher, spec)
         finally:
-            await pool.close()
+            await backend.close()
 
 
 class Unusable(RuntimeError):
     """One line: what is missing, and the fix."""
 
 
-def install(screen: Screen) -> None:
+def install(screen: Screen, spec: SandboxSpec) -> None:
     """mini-swe-agent, pinned by hash, into the cache of agents. Raises Unusable."""
     try:
+        check_docker([spec])
         with screen.phase("install mini-swe-agent") as phase:
             phase.note = install_agent(find_recipe(str(RECIPE))).folder.name
-    except (InstallFailed, RecipeError) as error:
+    except (InstallFailed, ValueError) as error:
         raise Unusable(str(error)) from None
