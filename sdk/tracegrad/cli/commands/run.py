@@ -27,6 +27,7 @@ from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
 from tracegrad.runner.local_sandbox import LocalSandboxes
+from tracegrad.runner.quarantine import TaskRef, check_tasks
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.runner.stage_limits import StageTimeouts
@@ -251,6 +252,7 @@ class _Invocation:
         except (RecordError, OSError) as error:
             fail(f"--resume: {error}" if self.resume else f"--logs: {error}", USAGE_ERROR)
         settle_lost(record.lost)
+        self._leave_out_quarantined()
         total = len(self.tasks) * settings.epochs * settings.attempts
         progress = RunProgress(
             total,
@@ -270,6 +272,22 @@ class _Invocation:
             exporter.flush()
             record.close()
         return self._end(progress)
+
+    def _leave_out_quarantined(self) -> None:
+        """Of training tasks; for evaluation all are run."""
+        if not self.of_file or self.settings.held_out:
+            return
+        refs = [TaskRef(task.id, task.sandbox.image) for task in self.tasks]
+        try:
+            verdicts = check_tasks(proxy_url(), refs, retry=True)
+        except (ProxyRefused, ProxyUnreachable) as error:
+            typer.echo(f"tracegrad: no task is left out: {error}", err=True)
+            return
+        for verdict in verdicts:
+            if not verdict.run:
+                typer.echo(f"tracegrad: left out: {verdict}", err=True)
+        asked = zip(self.tasks, verdicts, strict=True)
+        self.tasks = [task for task, verdict in asked if verdict.run]
 
     async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
