@@ -138,7 +138,7 @@ def run_command(
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Run any command as a rollout, or as a group of them; or the tasks of a file.
+    """Run a command, or the tasks of a file, as rollouts.
 
     Its LLM calls lead to the proxy at $TRACEGRAD_URL: OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the
     like, and keys, are in its environment. How it ends is the rollout's outcome. Waits for the
