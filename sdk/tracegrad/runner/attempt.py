@@ -19,7 +19,7 @@ from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.private_files import private_folder
-from tracegrad.protocol import EVENTS_PATH, REWARD_SPAN, SANDBOX_SPAN
+from tracegrad.protocol import EVENTS_PATH, IMAGE_TAG, REWARD_SPAN, SANDBOX_SPAN
 from tracegrad.runner.outcomes import Classified, ProcessEnd, classify
 from tracegrad.runner.reward import RewardFailed, read_reward, reward_line
 from tracegrad.runner.sandbox import (
@@ -101,9 +101,11 @@ async def run_attempt(task: Task, settings: AttemptSettings, observer: AttemptOb
     Whatever the runner itself fails by is `infra_error`: it is never scored. A cancellation ends
     what runs, and the rollout as aborted with the cancellation's message.
     """
+    # By which a broken image is found (`quarantine.py`).
+    image = {} if task.sandbox.image is None else {IMAGE_TAG: task.sandbox.image}
     with rollout(
         task.id,
-        tags=task.tags,
+        tags={**task.tags, **image},
         agent=task.agent,
         input=task.prompt or task.command,
         held_out=settings.held_out,

@@ -140,8 +140,8 @@ class LocalSandboxes:
         with self._making:
             if self._root is None:
                 remove_abandoned(Path(tempfile.gettempdir()))
-                self._root = Path(tempfile.mkdtemp(prefix=_PREFIX))
-                self._lock = _locked(self._root)
+                root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+                self._lock, self._root = _locked(root), root
             return self._root
 
 
@@ -150,7 +150,9 @@ def remove_abandoned(temp: Path) -> int:
     removed = 0
     for root in temp.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if root.is_symlink() or root.stat().st_uid != os.geteuid():
+            # Without a lock it is about to get one.
+            mine = not root.is_symlink() and root.stat().st_uid == os.geteuid()
+            if not (mine and (root / _LOCK).exists()):
                 continue
             lock = _locked(root)
             shutil.rmtree(root, ignore_errors=True)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
+from typing import Any, get_args
 
 from tracegrad.runner.harbor_tasks import CONFIG_FILE, harbor_task
 from tracegrad.runner.local_sandbox import NEEDS_CONTAINER
@@ -40,37 +39,67 @@ class TaskDefaults:
     tags: Mapping[str, str] | None = None
 
 
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_Words = Annotated[list[str], Field(min_length=1)]
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """`what`: a value is to be."""
+
+    what: str
+    fits: Callable[[Any], bool]
 
 
-class _Line(BaseModel):
-    """One task, as its line says it. Paths are relative to the file's folder."""
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-    id: Annotated[str, Field(min_length=1)] | None = None
-    prompt: str | None = None
-    command: _Words | None = None
-    agent: Annotated[str, Field(min_length=1)] | None = None
-    environ: dict[str, str] = {}
-    timeout: _Seconds | None = None
-    reward: str | None = None
-    reward_from: RewardSource | None = None
-    reward_timeout: _Seconds = 300.0
-    reward_file: str | None = None
-    reward_uploads: dict[str, str] = {}
-    tags: dict[str, str] = {}
-    workspace: str | None = None
-    image: str | None = None
-    build: str | None = None
-    workdir: str | None = None
-    cpus: Annotated[float, Field(gt=0)] | None = None
-    memory_mb: Annotated[int, Field(gt=0)] | None = None
-    pids: Annotated[int, Field(gt=0)] | None = None
-    user: str | None = None
-    read_only: bool = False
-    resettable: bool = False
+def _is_number(value: Any) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and 0 < value < math.inf
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(w, str) for w in value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+_TEXT, _NUMBER = _Kind("a text", _is_text), _Kind("a number above 0", _is_number)
+_COUNT, _TEXTS = _Kind("a count", _is_count), _Kind("texts by name", _is_texts)
+_WORDS = _Kind('a list of words, such as ["./agent", "--fast"]', _is_words)
+_TRUTH = _Kind("true or false", lambda value: isinstance(value, bool))
+_SOURCE = _Kind(
+    f"one of {', '.join(get_args(RewardSource))}", lambda value: value in get_args(RewardSource)
+)
+# Of a task's line. Paths are relative to the file's folder.
+_FIELDS: Mapping[str, _Kind] = {
+    "id": _TEXT,
+    "prompt": _Kind("a text", lambda value: isinstance(value, str)),
+    "command": _WORDS,
+    "agent": _TEXT,
+    "environ": _TEXTS,
+    "timeout": _NUMBER,
+    "reward": _TEXT,
+    "reward_from": _SOURCE,
+    "reward_timeout": _NUMBER,
+    "reward_file": _TEXT,
+    "reward_uploads": _TEXTS,
+    "tags": _TEXTS,
+    "workspace": _TEXT,
+    "image": _TEXT,
+    "build": _TEXT,
+    "workdir": _TEXT,
+    "cpus": _NUMBER,
+    "memory_mb": _COUNT,
+    "pids": _COUNT,
+    "user": _TEXT,
+    "read_only": _TRUTH,
+    "resettable": _TRUTH,
+}
 
 
 def load_tasks(path: Path, defaults: TaskDefaults | None = None) -> list[Task]:
@@ -147,38 +176,54 @@ def _task_of_line(text: str, folder: Path, defaults: TaskDefaults) -> Task:
         raise ValueError("no JSON of a task: it is nested too deeply") from None
     if not isinstance(said, dict):
         raise ValueError(f"a task is an object, not {said!r:.40}")
-    line = validated(_Line, said)
-    source = line.reward_from or ("file" if line.reward_file else defaults.reward_source)
+    if wrong := [*_wrong_fields(said)]:
+        raise ValueError("\n".join(wrong))
+    source: RewardSource | None = said.get("reward_from")
+    if source is None and "reward_file" in said:
+        source = "file"
+    command = said.get("command")
     return Task(
-        id=line.id or _hash(said),
-        command=None if line.command is None else tuple(line.command),
-        agent=line.agent,
-        prompt=line.prompt,
-        environ=line.environ,
-        timeout_s=line.timeout or defaults.timeout_s,
-        reward=line.reward or defaults.reward,
-        reward_source=source or "exit_code",
-        reward_timeout_s=line.reward_timeout,
-        reward_file=line.reward_file,
-        reward_uploads={str(folder / name): to for name, to in line.reward_uploads.items()},
-        tags=line.tags,
-        sandbox=_sandbox(line, folder, defaults),
+        id=said.get("id") or _hash(said),
+        command=None if command is None else tuple(command),
+        agent=said.get("agent"),
+        prompt=said.get("prompt"),
+        environ=said.get("environ", {}),
+        timeout_s=said.get("timeout", defaults.timeout_s),
+        reward=said.get("reward", defaults.reward),
+        reward_source=source or defaults.reward_source or "exit_code",
+        reward_timeout_s=said.get("reward_timeout", 300.0),
+        reward_file=said.get("reward_file"),
+        reward_uploads={
+            str(folder / name): to for name, to in said.get("reward_uploads", {}).items()
+        },
+        tags=said.get("tags", {}),
+        sandbox=_sandbox(said, folder, defaults),
     )
 
 
-def _sandbox(line: _Line, folder: Path, defaults: TaskDefaults) -> SandboxSpec:
-    own = line.image is not None or line.build is not None
+def _wrong_fields(said: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in said.items():
+        if name not in _FIELDS:
+            close = get_close_matches(name, _FIELDS, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(_FIELDS)}"
+            yield f"{name}: there is no such field; {fix}"
+        elif not _FIELDS[name].fits(value):
+            yield f"{name}: {value!r:.60} is not {_FIELDS[name].what}"
+
+
+def _sandbox(said: Mapping[str, Any], folder: Path, defaults: TaskDefaults) -> SandboxSpec:
+    own = "image" in said or "build" in said
     return SandboxSpec(
-        image=line.image if own else defaults.image,
-        build=None if line.build is None else folder / line.build,
-        workspace=defaults.workspace if line.workspace is None else folder / line.workspace,
-        workdir=line.workdir,
-        cpus=line.cpus,
-        memory_mb=line.memory_mb,
-        pids=line.pids,
-        user=line.user,
-        read_only=line.read_only,
-        resettable=line.resettable,
+        image=said.get("image") if own else defaults.image,
+        build=folder / said["build"] if "build" in said else None,
+        workspace=folder / said["workspace"] if "workspace" in said else defaults.workspace,
+        workdir=said.get("workdir"),
+        cpus=said.get("cpus"),
+        memory_mb=said.get("memory_mb"),
+        pids=said.get("pids"),
+        user=said.get("user"),
+        read_only=said.get("read_only", False),
+        resettable=said.get("resettable", False),
     )
 
 
@@ -233,27 +278,6 @@ def _container_problems(task: Task) -> Iterator[str]:
     for path in inside:
         if path.startswith("/") or ".." in Path(path).parts:
             yield f"reward_file or reward_uploads: {path} leads out of the attempt's folder"
-
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
-
-
-def validated(model: type[ModelT], said: Mapping[str, Any]) -> ModelT:
-    """Raises ValueError, a line `field: what is wrong` for each."""
-    try:
-        return model.model_validate(said)
-    except ValidationError as error:
-        lines = (
-            f"{'.'.join(map(str, each['loc'])) or 'task'}: {_worded(each)}"
-            for each in error.errors(include_url=False)
-        )
-        raise ValueError("\n".join(lines)) from None
-
-
-def _worded(error: ErrorDetails) -> str:
-    if error["type"] == "extra_forbidden":
-        return "there is no such field"
-    return f"{error['msg'].lower()}, got {error['input']!r:.60}"
 
 
 def _hash(said: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, TypedDict, Unpack
 from tracegrad import exporter
 from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView, read_intake
-from tracegrad.pass_at_k import pass_at_k
+from tracegrad.pass_at_k import mean_pass_at_k
 from tracegrad.runner.attempt import Attempt, AttemptObserver
 from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
 from tracegrad.runner.function_attempt import Agent, FunctionSettings, Reward, run_function
@@ -31,7 +31,6 @@ from tracegrad.transport import ProxyUnreachable
 
 log = logging.getLogger("tracegrad.runner")
 
-SUCCESS = 0.5  # a reward from here on is one
 _LOOK_S = 1.0  # between two looks at the policy version
 _SAY_S = 10.0
 _RECENT = 256  # rollouts of the mean that is said
@@ -41,12 +40,13 @@ PICTURE = "learning_curve.png"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Held-out attempts. `version`: the policy's that was served when it began; None: unknown.
-    `pass_at_k`: with `k` attempts at each task. `reward`: the mean. `rollouts`: that have one."""
+    `pass_at_k`: with `k` attempts; None: no task has as many with a reward. `reward`: the mean.
+    `rollouts`: that have one."""
 
     version: int | None
     at_s: float
     pass_at_1: float
-    pass_at_k: float
+    pass_at_k: float | None
     k: int
     reward: float
     rollouts: int
@@ -470,20 +470,12 @@ class _Rewards(RunObserver):
         return Evaluation(
             version=version,
             at_s=at_s,
-            pass_at_1=self._pass_at(1),
-            pass_at_k=self._pass_at(k),
+            pass_at_1=mean_pass_at_k(self._rewards.values(), 1) or 0.0,
+            pass_at_k=mean_pass_at_k(self._rewards.values(), k),
             k=k,
             reward=sum(known) / len(known),
             rollouts=len(known),
         )
-
-    def _pass_at(self, k: int) -> float:
-        """The mean over tasks; of one with fewer rewards, as far as they go."""
-        found = [
-            pass_at_k(len(rewards), sum(one >= SUCCESS for one in rewards), min(k, len(rewards)))
-            for rewards in self._rewards.values()
-        ]
-        return sum(found) / len(found)
 
 
 class _Forgotten(RunObserver):
@@ -518,5 +510,7 @@ def _new_folder() -> Path:
 
 def _evaluation_line(made: Evaluation) -> str:
     version = "" if made.version is None else f" at version {made.version}"
-    more = "" if made.k == 1 else f", pass@{made.k} {made.pass_at_k:.3f}"
+    more = ""
+    if made.k > 1 and made.pass_at_k is not None:
+        more = f", pass@{made.k} {made.pass_at_k:.3f}"
     return f"held-out{version}: pass@1 {made.pass_at_1:.3f}{more} of {made.rollouts} rollouts"

@@ -26,6 +26,7 @@ from tracegrad.cli.store_option import JsonOption, fail
 from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
+from tracegrad.runner.quarantine import TaskRef, check_tasks
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.runner.sandbox_backend import (
@@ -169,7 +170,7 @@ def run_command(
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Run any command as a rollout, or as a group of them; or the tasks of a file.
+    """Run a command, or the tasks of a file, as rollouts.
 
     Its LLM calls lead to the proxy at $TRACEGRAD_URL: OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the
     like, and keys, are in its environment. How it ends is the rollout's outcome. Waits for the
@@ -308,6 +309,7 @@ class _Invocation:
         except (RecordError, OSError) as error:
             fail(f"--resume: {error}" if self.resume else f"--logs: {error}", USAGE_ERROR)
         settle_lost(record.lost)
+        self._leave_out_quarantined()
         total = len(self.tasks) * settings.epochs * settings.attempts
         progress = RunProgress(
             total,
@@ -327,6 +329,22 @@ class _Invocation:
             exporter.flush()
             record.close()
         return self._end(progress)
+
+    def _leave_out_quarantined(self) -> None:
+        """Of training tasks; for evaluation all are run."""
+        if not self.of_file or self.settings.held_out:
+            return
+        refs = [TaskRef(task.id, task.sandbox.image) for task in self.tasks]
+        try:
+            verdicts = check_tasks(proxy_url(), refs, retry=True)
+        except (ProxyRefused, ProxyUnreachable) as error:
+            typer.echo(f"tracegrad: no task is left out: {error}", err=True)
+            return
+        for verdict in verdicts:
+            if not verdict.run:
+                typer.echo(f"tracegrad: left out: {verdict}", err=True)
+        asked = zip(self.tasks, verdicts, strict=True)
+        self.tasks = [task for task, verdict in asked if verdict.run]
 
     async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()

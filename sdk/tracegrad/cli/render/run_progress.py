@@ -16,14 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tracegrad.events import Outcome
 from tracegrad.jsonutil import dump_json
-from tracegrad.pass_at_k import pass_at_k
+from tracegrad.pass_at_k import SUCCESS, mean_pass_at_k
 from tracegrad.runner.attempt import Attempt
 from tracegrad.runner.driver import RunObserver
 from tracegrad.runner.run_record import PastAttempt
 from tracegrad.runner.scheduler import GroupKey, Ticket
 from tracegrad.text_format import format_elapsed
-
-SUCCESS = 0.5  # a reward from here on is one
 
 
 @dataclass(slots=True)
@@ -47,13 +45,8 @@ class Tally:
         return [reward for rewards in self.rewards.values() for reward in rewards]
 
     def pass_at(self, k: int) -> float | None:
-        """The mean over groups with k rewards or more; None: there is none."""
-        found = [
-            pass_at_k(len(rewards), sum(reward >= SUCCESS for reward in rewards), k)
-            for rewards in self.rewards.values()
-            if len(rewards) >= k
-        ]
-        return sum(found) / len(found) if found else None
+        """Over groups with k rewards or more; None: there is none."""
+        return mean_pass_at_k(self.rewards.values(), k)
 
 
 class RunProgress(RunObserver, AbstractContextManager["RunProgress"]):
