@@ -29,6 +29,7 @@ FLOORS = {
     "tracegrad.environment": -1,
     "tracegrad.signal_errors": -1,
     "tracegrad.host_memory": -1,
+    "tracegrad.pass_at_k": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,

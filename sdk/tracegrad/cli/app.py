@@ -14,6 +14,7 @@ from tracegrad.cli.commands import (
     rollouts,
     run,
     score,
+    tasks,
 )
 from tracegrad.cli.options import VersionOption
 from tracegrad.environment import unread_variables
@@ -37,9 +38,11 @@ def _callback(version: VersionOption = False) -> None:
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(agents.app, name="agents")
+app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
 app.command(
     "run",
+    cls=run.RunCommand,
     # Options behind the command's first word are the command's own.
     context_settings={"allow_interspersed_args": False},
 )(run.run_command)

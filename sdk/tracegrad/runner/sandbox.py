@@ -1,6 +1,6 @@
 """Where an attempt's commands run: what a sandbox is made of, and what it can do.
 
-`local_process.py` runs them as processes of this machine, `docker_sandbox.py` in a container. An
+`local_sandbox.py` runs them as processes of this machine, `docker_sandbox.py` in a container. An
 attempt knows only what stands here.
 """
 
@@ -48,7 +48,7 @@ class SandboxSpec:
 
 
 class SandboxError(Exception):
-    """A sandbox could not be had. The message is one line for the user: what failed, and the fix."""
+    """A sandbox could not be had. The message is one line: what failed, and the fix."""
 
 
 class BrokenEnvironment(SandboxError):
@@ -56,7 +56,7 @@ class BrokenEnvironment(SandboxError):
 
 
 class SandboxUnavailable(SandboxError):
-    """The machine's doing (no engine, no memory, a start that hangs): `infra_error`, tried again."""
+    """The machine's doing (no engine, no memory, a start that hangs): `infra_error`."""
 
 
 class Sandbox(Protocol):

@@ -36,6 +36,7 @@ class Task:
         agent: a recipe's name (`runner/recipes`), or a name for `ls` where `command` is given.
         prompt: what the agent is asked, in words.
         sandbox: where it runs.
+        environ: on top of the environment of the agent's command, and of the reward's.
         timeout_s: seconds of the agent's command; None: no bound.
         reward: a line for the shell that runs after the agent in the same sandbox; None: somebody
             else scores the rollout.
@@ -46,6 +47,7 @@ class Task:
             `.json`.
         reward_uploads: files that only the reward may see (path here -> path inside): they are
             copied in when the agent has ended.
+        reward_environ: on top of the environment of the reward's command; the agent never has it.
         tags: of its rollouts.
     """
 
@@ -53,11 +55,13 @@ class Task:
     command: tuple[str, ...] | None = None
     agent: str | None = None
     prompt: str | None = None
-    sandbox: SandboxSpec = SandboxSpec()
+    sandbox: SandboxSpec = field(default_factory=SandboxSpec)
+    environ: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float | None = None
     reward: str | None = None
     reward_source: RewardSource = "exit_code"
     reward_timeout_s: float = 300.0
     reward_file: str | None = None
     reward_uploads: Mapping[str, str] = field(default_factory=dict)
+    reward_environ: Mapping[str, str] = field(default_factory=dict)
     tags: Mapping[str, str] = field(default_factory=dict)

@@ -26,6 +26,7 @@ mount -t tmpfs tmpfs "$1/root/tmp"
 echo up
 exec sleep infinity
 """
+_NAMESPACES = ("unshare", "--mount", "--pid", "--fork", "--kill-child")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -95,8 +96,9 @@ class OverlaySandbox:
         _copy(inside, target)
 
     async def close(self) -> None:
-        self._holder.kill()
-        self._holder.communicate()
+        if self._holder.poll() is None:
+            self._holder.kill()
+            self._holder.communicate()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _inside(self, path: str) -> Path:
