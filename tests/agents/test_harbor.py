@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CHECK = """\
 #!/bin/bash
 mkdir -p /logs/verifier
-test "$(cat /app/hello.txt)" = hi && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+cd /logs/verifier
+test "$(cat /app/hello.txt)" = hi && echo 1 > reward.txt || echo 0 > reward.txt
 """
 
 

@@ -1,4 +1,4 @@
-"""A sandbox of ours as Harbor's environment: what its agents and verifiers run their commands in."""
+"""A sandbox of ours as Harbor's environment: where its agents and verifiers run their commands."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from harbor.environments.capabilities import (
     EnvironmentResourceCapabilities,
 )
 from harbor.models.task.config import EnvironmentConfig, NetworkMode, NetworkPolicy
+
 from tracegrad.runner.agent_layer import starter
 from tracegrad.runner.recipe import Recipe
 from tracegrad.runner.sandbox import Sandbox, SandboxBackend, SandboxSpec
@@ -74,7 +75,7 @@ def sandbox_spec(
     )
 
 
-class SandboxEnvironment(BaseEnvironment):  # type: ignore[misc, unused-ignore]
+class SandboxEnvironment(BaseEnvironment):  # type: ignore[misc]
     """Both streams of a command come as its standard output. What a command leaves running ends
     with it."""
 

@@ -18,6 +18,7 @@ from harbor.models.task.task import Task
 from harbor.models.trial.config import AgentConfig, EnvironmentConfig, TaskConfig, TrialConfig
 from harbor.models.trial.result import TrialResult
 from harbor.trial.trial import Trial
+
 from tracegrad.client_environ import client_variables
 from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
@@ -77,7 +78,8 @@ async def run_trial(folder: Path, settings: TrialSettings) -> FinishedTrial:
     """The task in `folder`, once. The group is the task's name.
 
     Raises ValueError before anything runs: an agent that takes no base URL, or that leaves
-    programs running between its commands. A cancellation ends the trial, and the rollout as aborted.
+    programs running between its commands. A cancellation ends the trial, and the rollout as
+    aborted.
     """
     check_agent(settings.agent)
     task = Task(folder)

@@ -89,6 +89,11 @@ class OverlaySandbox:
     async def upload(self, source: Path, target: str) -> None:
         _copy(source, self._inside(os.path.join(self.folder, target)))
 
+    def link(self, source: Path, target: str) -> None:
+        place = self._inside(target)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(source)
+
     async def download(self, source: str, target: Path) -> None:
         inside = self._inside(os.path.join(self.folder, source))
         if not inside.exists():
@@ -129,8 +134,9 @@ class OverlaySandboxes:
         return sandbox
 
     async def _bake(self, sandbox: OverlaySandbox, layer: AgentLayer) -> None:
+        # In place of copies: these files are seen inside, too, and what is changed is a copy then.
         for inside, source in layer.files.items():
-            await sandbox.upload(source, inside)
+            sandbox.link(source, inside)
         log = self._folder / "bake.log"
         end = await sandbox.run(
             ["sh", "-ec", "\n".join(layer.lines)],
