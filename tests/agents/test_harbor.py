@@ -71,15 +71,12 @@ def trial(agent: str, model: str, folder: Path, proxy: str) -> dict[str, Any]:
         ("gemini-cli", "gemini/policy"),
         ("codex", "openai/policy"),
         ("claude-code", "anthropic/policy"),
-        ("mini-swe-agent", "openai/policy"),
-        ("qwen-coder", "openai/policy"),
-        ("opencode", "openai/policy"),
     ],
 )
 def test_an_agent_of_harbors_does_a_task_and_its_verifier_scores_it(
     agent: str, model: str, tmp_path: Path
 ) -> None:
-    ours = AGENTS[{"qwen-coder": "qwen-code"}.get(agent, agent)]
+    ours = AGENTS[agent]
     engine = ScriptedEngine(script=ours.script)
     store = f"sqlite:///{tmp_path}/store.db"
     with (

@@ -154,13 +154,17 @@ def agent_config(settings: TrialSettings, base_url: str, api_key: str) -> AgentC
         for name, value in client_variables(base_url, api_key).items()
         if value is not None and name.endswith("_KEY")
     }
+    # It has been baked in; nothing is installed for a rollout.
+    options: dict[str, Any] = {"skip_install": True}
+    kind = AgentFactory.get_agent_class(AgentName(settings.agent))
+    if kind.capabilities.native_web_tools:
+        options["disable_web_search"] = True  # runs at the vendor's, and the proxy refuses it
     return AgentConfig(
         name=settings.agent,
         model_name=settings.model,
         base_url=url,
         env=keys,
-        # It has been baked in; nothing is installed for a rollout.
-        kwargs={"skip_install": True, **settings.agent_options},
+        kwargs={**options, **settings.agent_options},
     )
 
 

@@ -19,8 +19,7 @@ from tracegrad_integrations.harbor.trial import TrialSettings, run_trial
 
 
 async def main(agent: str, model: str, task: Path, folder: Path, cache: Path) -> None:
-    name = {"qwen-coder": "qwen-code"}.get(agent, agent)
-    recipe = find_recipe(name) if name in recipe_paths() else None
+    recipe = find_recipe(agent) if agent in recipe_paths() else None
     layers = {}
     if recipe is not None:
         layers[recipe.id] = agent_layer(recipe, install_agent(recipe, cache))
