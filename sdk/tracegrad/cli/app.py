@@ -37,8 +37,8 @@ def _callback(version: VersionOption = False) -> None:
 
 
 app.add_typer(rollouts.app, name="rollouts")
-app.add_typer(tasks.app, name="tasks")
 app.add_typer(agents.app, name="agents")
+app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
 app.command("run", cls=run.RunCommand)(run.run_command)
 app.command("score")(score.score_command)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Self
@@ -46,58 +46,54 @@ class AgentLauncher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def recipes(self) -> Mapping[str, Recipe]:
-        """By what tasks call them."""
-        return self._recipes
-
     def add(self, task: Task, *, begins: Callable[[str], object] = lambda what: None) -> Task:
         """Before its first attempt: reads the agent's recipe, and installs what is not there; for a
         container that is what is baked into its image. The task as it is run then.
 
-        Raises RecipeError, InstallFailed.
+        Raises RecipeError, InstallFailed, and ValueError for a prompt that no command can hold.
         """
         if task.command is not None or task.agent is None:
             return task
-        recipe = self._recipes.get(task.agent) or find_recipe(task.agent)
-        for other in self._recipes.values():
-            if other.id == recipe.id and other != recipe:
-                raise RecipeError(f"{recipe.path}: {other.path} is {recipe.id}, too; give one of"
-                                  " them another name or version")  # fmt: skip
-        self._recipes[task.agent] = recipe
+        recipe = find_recipe(task.agent)
+        if self._recipes.setdefault(recipe.id, recipe) != recipe:
+            raise RecipeError(f"{recipe.path}: {self._recipes[recipe.id].path} is {recipe.id}, too;"
+                              " give one of them another name or version")  # fmt: skip
+        make_launch(recipe, self._values(task, "http://host/v1", "key", "/", "/", "id"))
         contained = task.sandbox.image is not None or task.sandbox.build is not None
         if recipe.id not in self._installed and (not contained or recipe.installer != "apt"):
             self._installed[recipe.id] = install_agent(recipe, self._cache, begins=begins)
-        if contained:
-            return replace(task, sandbox=replace(task.sandbox, recipe=recipe.id))
-        check_programs(recipe, self._installed[recipe.id])
-        return task
+        if not contained:
+            check_programs(recipe, self._installed[recipe.id])
+        return replace(task, agent=recipe.name, sandbox=replace(task.sandbox, recipe=recipe.id))
 
     def layer(self, recipe_id: str) -> AgentLayer:
         """Of a recipe that a task was added with (`SandboxSpec.recipe`)."""
-        recipe = next(each for each in self._recipes.values() if each.id == recipe_id)
+        recipe = self._recipes[recipe_id]
         here = recipe.installer not in ("apt", "none")
         return agent_layer(recipe, self._installed[recipe_id] if here else None)
 
     def __call__(self, task: Task, opened: Rollout, sandbox: Sandbox) -> AgentCommand:
-        """Raises ValueError for a task that cannot be put into a command."""
+        """Of a task that `add` gave back."""
         if task.command is not None:
             return AgentCommand(command=task.command)
-        if task.agent is None or task.prompt is None:
-            raise ValueError(f"{task.id}: a task needs a command, or an agent and a prompt")
-        recipe = self._recipes[task.agent]
+        assert task.sandbox.recipe is not None, "the task was not added"
+        recipe = self._recipes[task.sandbox.recipe]
+        base_url, workdir = sandbox.reachable(opened.base_url), sandbox.folder
+        session = session_id(opened.id)
         if not sandbox.shares_files:
-            launch = make_launch(recipe, self._values(task, opened, sandbox, HOME_INSIDE))
+            values = self._values(task, base_url, opened.api_key, HOME_INSIDE, workdir, session)
+            launch = make_launch(recipe, values)
             return replace(launch, command=(starter(recipe), *launch.command))
-        home = self._home(opened)
+        own = self._home(opened)
+        home = str(own / "home") if recipe.home else str(Path.home())
         changed = local_environ(
             recipe,
             os.environ,
             search_path=self._installed[recipe.id].search_path,
-            temp=str(home / "tmp"),
+            temp=str(own / "tmp"),
         )
-        seen = str(home / "home") if recipe.home else str(Path.home())
-        launch = make_launch(recipe, self._values(task, opened, sandbox, seen), environ=changed)
+        values = self._values(task, base_url, opened.api_key, home, workdir, session)
+        launch = make_launch(recipe, values, environ=changed)
         for path, text in launch.files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with open_private(Path(path), "wb") as file:
@@ -109,16 +105,17 @@ class AgentLauncher:
             shutil.rmtree(self._root, ignore_errors=True)
         self._root = None
 
-    def _values(self, task: Task, opened: Rollout, sandbox: Sandbox, home: str) -> LaunchValues:
-        assert task.prompt is not None
+    def _values(
+        self, task: Task, base_url: str, api_key: str, home: str, workdir: str, session: str
+    ) -> LaunchValues:
         return LaunchValues(
-            prompt=task.prompt,
+            prompt=task.prompt or "",
             model=self._model,
-            base_url=sandbox.reachable(opened.base_url),
-            api_key=opened.api_key,
+            base_url=base_url,
+            api_key=api_key,
             home=home,
-            workdir=sandbox.folder,
-            session_id=session_id(opened.id),
+            workdir=workdir,
+            session_id=session,
         )
 
     def _home(self, opened: Rollout) -> Path:

@@ -41,7 +41,11 @@ def play(agent: Agent, upstream: str, folder: Path, *, timeout_s: float = 60) ->
     installed = install_agent(agent.recipe, CACHE)  # takes no time of the run's
     store = f"sqlite:///{folder}/store.db"
     log = folder / "proxy.log"
-    with _proxy(upstream, store, log) as url, loopback() as inside, inside.relay(url) as seen:
+    with (
+        proxy_process(upstream, store, log) as url,
+        loopback() as inside,
+        inside.relay(url) as seen,
+    ):
         base_url = f"{seen}/rollouts/{ROLLOUT}/v1"
         code, output = _run(agent, installed, base_url, inside, folder, timeout_s)
     with Store.open(store, create=False) as opened:
@@ -94,7 +98,7 @@ def _run(
 
 
 @contextmanager
-def _proxy(upstream: str, store: str, log: Path) -> Iterator[str]:
+def proxy_process(upstream: str, store: str, log: Path) -> Iterator[str]:
     """`tracegrad proxy` as a process of its own; its URL."""
     port = find_free_port()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy", f"--port={port}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import shlex
 import signal
 import sys
@@ -26,6 +27,8 @@ from tracegrad.cli.store_option import JsonOption, fail
 from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
+from tracegrad.runner.agent_install import InstallFailed
+from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.quarantine import TaskRef, check_tasks
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxSpec
@@ -66,7 +69,8 @@ def run_command(
         typer.Argument(
             metavar="TASKS",
             show_default=False,
-            help="A file with a task a line (JSON), a Harbor task's folder, or a folder of those.",
+            help="A file with a task a line (JSON), a Harbor task's folder, or a folder of those; "
+            "with --agent also a prompt.",
         ),
     ] = None,
     attempts: Annotated[
@@ -88,8 +92,17 @@ def run_command(
     ] = None,
     agent: Annotated[
         str | None,
-        typer.Option(help="Whose recipe is run; of a command its name, else its first word."),
+        typer.Option(
+            help="Whose recipe is run (`tracegrad agents`); of a command its name, else its first "
+            "word."
+        ),
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the agent of a recipe is asked.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="The model that an agent of a recipe asks for.")
+    ] = "policy",
     tag: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
     ] = None,
@@ -180,6 +193,8 @@ def run_command(
         fail(f"--reward-from: {reward_from!r} is not exit_code or last_line", USAGE_ERROR)
     source: RewardSource = "last_line" if reward_from == "last_line" else "exit_code"
     command = tuple(ctx.meta.get(_COMMAND_KEY, ()))
+    if prompt is None and agent is not None and not command and _is_prompt(tasks):
+        tasks, prompt = None, str(tasks)
     defaults = TaskDefaults(
         command=command or None,
         agent=agent,
@@ -201,7 +216,9 @@ def run_command(
         mirror=mirror,
     )
     of_file = tasks is not None
-    found = _loaded(tasks, defaults) if tasks is not None else [_one_task(defaults, task)]
+    found: Sequence[Task] = (
+        [_one_task(defaults, task, prompt)] if tasks is None else _loaded(tasks, defaults)
+    )
     found = _contained(found, containers)
     silent_s = (_FILE_HEARTBEAT_S if of_file else None) if heartbeat is None else heartbeat
     asked = RunSettings(
@@ -215,27 +232,56 @@ def run_command(
     )
     _check_proxy()
     folder = resume or logs / time.strftime("%Y-%m-%dT%H-%M-%S")
-    invocation = _Invocation(found, asked, folder, resume is not None, of_file, as_json, warm)
-    raise typer.Exit(invocation.run())
+    with AgentLauncher(model=model) as launcher:
+        found = _with_agents(found, launcher)
+        invocation = _Invocation(
+            found, asked, folder, resume is not None, of_file, as_json, launcher, warm
+        )
+        raise typer.Exit(invocation.run())
+
+
+def _is_prompt(given: Path | None) -> bool:
+    """What is no path, and more than one word."""
+    return given is not None and not os.path.exists(given) and len(str(given).split()) > 1
+
+
+def _with_agents(tasks: Sequence[Task], launcher: AgentLauncher) -> list[Task]:
+    """With the programs of their agents there."""
+    try:
+        return [launcher.add(task, begins=_say_install) for task in tasks]
+    except (ValueError, InstallFailed) as error:
+        fail(str(error), USAGE_ERROR)
+
+
+def _say_install(what: str) -> None:
+    typer.echo(f"tracegrad: installing {what}, once", err=True)
 
 
 def _loaded(path: Path, defaults: TaskDefaults) -> list[Task]:
-    if not path.exists():
-        fail(f"TASKS: there is no {path}; put -- before a command", USAGE_ERROR)
+    if not os.path.exists(path):
+        fail(
+            f"TASKS: there is no {path}; put -- before a command, and --prompt before what an"
+            " agent is asked",
+            USAGE_ERROR,
+        )
     try:
         return load_tasks(path, defaults)
     except TaskFileError as error:
         fail(str(error), USAGE_ERROR)
 
 
-def _one_task(defaults: TaskDefaults, task_id: str | None) -> Task:
-    if defaults.command is None:
-        fail("CMD: there is none; give one behind --, or a file of tasks", USAGE_ERROR)
-    command = defaults.command
+def _one_task(defaults: TaskDefaults, task_id: str | None, prompt: str | None) -> Task:
+    command, agent = defaults.command, defaults.agent
+    if command is None and (agent is None or prompt is None):
+        fail(
+            "CMD: there is none; give one behind --, --agent NAME and a prompt, or a file of tasks",
+            USAGE_ERROR,
+        )
     return Task(
-        id=task_id or _command_hash(command),
+        id=task_id or _hash(command or ("--agent", str(agent), str(prompt))),
         command=command,
-        agent=defaults.agent or Path(command[0]).name,
+        prompt=prompt,
+        agent=agent or Path((command or ("",))[0]).name,
         sandbox=SandboxSpec(workspace=defaults.workspace),
         tags=defaults.tags or {},
         timeout_s=defaults.timeout_s,
@@ -256,7 +302,7 @@ def _contained(tasks: Sequence[Task], asked: SandboxSpec) -> list[Task]:
     return found
 
 
-def _command_hash(command: Sequence[str]) -> str:
+def _hash(command: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([*command]).encode()).hexdigest()[:16]
 
 
@@ -291,6 +337,7 @@ class _Invocation:
     resume: bool
     of_file: bool
     as_json: bool
+    launcher: AgentLauncher
     warm: int
     interrupted: bool = False
 
@@ -362,6 +409,7 @@ class _Invocation:
             ),
             logs=private_folder(self.folder),
             record=record,
+            prepare=self.launcher,
             observer=progress,
             echo=sys.stderr.buffer.write if alone else None,
         ).run()
