@@ -58,7 +58,11 @@ INTERNAL_VARIABLES = frozenset(
         "TRACEGRAD_DIE_WITH_PARENT",
         "TRACEGRAD_FORK_ENGINE",
         "TRACEGRAD_LOG_FORMAT",
-        "TRACEGRAD_ROLLOUT_ID",  # of commands that score
+        # Of commands that score.
+        "TRACEGRAD_EXIT_CODE",
+        "TRACEGRAD_OUTPUT",
+        "TRACEGRAD_REWARD_OF",
+        "TRACEGRAD_ROLLOUT_ID",
         "TRACEGRAD_TASK_ID",
     }
 )
