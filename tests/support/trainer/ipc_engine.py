@@ -15,7 +15,7 @@ from torch.multiprocessing import reductions
 from support.trainer.sleeping_engine import Refused, SleepingEngine
 from tracegrad_trainer.inference import weight_ipc
 from tracegrad_trainer.inference.ipc_handles import RebuildArguments
-from tracegrad_trainer.inference.vllm_ipc_transfer import IpcReceiver, IpcTrialInfo
+from tracegrad_trainer.inference.vllm_own_transfers import IpcReceiver, IpcTrialInfo
 from tracegrad_trainer.inference.vllm_weight_transfer import (
     SafetensorsUpdateInfo,
     SafetensorsWeightTransferEngine,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import cycle, islice
 
 import torch
@@ -23,11 +23,7 @@ from torch import Tensor
 
 from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
-from tracegrad_trainer.config.push_transport import (
-    Transport,
-    choose_transport,
-    engine_devices,
-)
+from tracegrad_trainer.config.push_transport import Transport, choose_transport
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.checkpoint.untrained_parts import (
@@ -47,10 +43,9 @@ from tracegrad_trainer.inference.logprob_probe import (
     compare_logprobs,
     sample_probes,
 )
-from tracegrad_trainer.inference.m2n_push import LiveShards, M2nControl, M2nOrder, M2nSender
-from tracegrad_trainer.inference.transports import ControlOf, transport_of
+from tracegrad_trainer.inference.m2n_push import LiveShards, M2nOrder, M2nSender
+from tracegrad_trainer.inference.transports import ControlOf, of_ranks, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_ipc import IpcControl
 from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
@@ -132,15 +127,8 @@ class WeightPublisher:
             stack.enter_context(EngineWatch(self.pusher))
 
     def _control_of(self) -> ControlOf:
-        settings, device, live = self.settings, self.learner.device, self._live
-        of_ranks: ControlOf | None = None
-        if isinstance(live, LiveShards):
-            size = settings.vllm.tensor_parallel or 1
-            of_ranks = partial(M2nControl, device=device, live=live, tensor_parallel=size)
-        elif self._transport == "ipc":
-            gpus = [torch.device("cuda", gpu) for gpu in engine_devices(settings)]
-            of_ranks = partial(IpcControl, device=device, engine_devices=gpus, live=live)
-        return transport_of(self._transport, device, of_ranks)
+        name, device = self._transport, self.learner.device
+        return transport_of(name, device, of_ranks(name, self.settings, device, self._live))
 
     def _m2n_sender(self) -> M2nSender:
         from tracegrad_trainer.inference.m2n_source import LearnerSource

@@ -43,8 +43,12 @@ from tracegrad_trainer.inference.transfer_group import (
     TransferGroup,
     join_group,
 )
-from tracegrad_trainer.inference.vllm_ipc_transfer import IpcReceiver, IpcTrialInfo
-from tracegrad_trainer.inference.vllm_m2n_transfer import M2nReceiver, M2NWeightTransferInitInfo
+from tracegrad_trainer.inference.vllm_own_transfers import (
+    IpcReceiver,
+    IpcTrialInfo,
+    M2nReceiver,
+    M2NWeightTransferInitInfo,
+)
 from tracegrad_trainer.inference.weight_buckets import TensorSpec, receive
 
 

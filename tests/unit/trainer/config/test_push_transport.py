@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.push_transport import (
@@ -14,7 +16,9 @@ from tracegrad_trainer.config.push_transport import (
     is_local,
     visible_gpus,
 )
+from tracegrad_trainer.inference.live_weights import LiveWeights
 from tracegrad_trainer.inference.m2n_push import m2n_missing
+from tracegrad_trainer.inference.transports import of_ranks
 from tracegrad_trainer.launch.torchrun import RankProcesses
 
 HERE, ELSEWHERE = "http://127.0.0.1:8000", "http://10.0.0.1:8000"
@@ -97,6 +101,11 @@ def test_ranks_see_the_engines_gpus_for_ipc_alone(
         assert ranks.env["CUDA_VISIBLE_DEVICES"] == names, "rank i trains on the one numbered i"
     settings = trainer_settings(tmp_path, gpus=gpus, push={"transport": "ipc"}, **CUDA)
     assert engine_devices(settings) == [2, 3]
+    live = LiveWeights(lambda _: None, lambda: iter(()), lambda gathered: gathered)
+    control = of_ranks("ipc", settings, torch.device("cuda", 0), live)
+    assert isinstance(control, partial)
+    assert control.keywords["engine_devices"] == [torch.device("cuda", i) for i in (2, 3)]
+    assert of_ranks("files", settings, torch.device("cuda", 0), live) is None
     gpus = {"vllm": "0,1", "train": "0,1", "share": True}
     settings = trainer_settings(tmp_path, gpus=gpus, push={"transport": "ipc"}, **CUDA)
     assert (visible_gpus(settings), engine_devices(settings)) == ((0, 1), [0, 1])

@@ -1,8 +1,8 @@
-"""vLLM's own weight-transfer engine `ipc` as a part of ours: it takes a push out of GPU memory that
-rank 0 has filled (`weight_ipc`).
+"""vLLM's own weight-transfer engines as parts of ours: `ipc` takes a push out of GPU memory that
+rank 0 has filled (`weight_ipc`), `nccl_m2n` out of the shards of the ranks (`m2n_push`).
 
-Runs inside a vLLM worker (vLLM 0.32). vLLM's opens and copies the packed buckets and loads them;
-ours is around it for the files that a push may go back to, and because handles come as JSON.
+Runs inside a vLLM worker (vLLM 0.32). vLLM's open, copy and load; ours is around them for the files
+that a push may go back to, and because handles of memory come as JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferEngine,
     IPCWeightTransferUpdateInfo,
 )
+from vllm.distributed.weight_transfer.m2n_engine import (
+    M2NWeightTransferEngine,
+    M2NWeightTransferInitInfo,
+)
 from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_consumer
 
 from tracegrad_trainer.inference.ipc_handles import decode_handle
+
+__all__ = ["IpcReceiver", "IpcTrialInfo", "M2NWeightTransferInitInfo", "M2nReceiver"]
 
 
 @dataclass
@@ -59,6 +65,26 @@ class IpcReceiver:
 
     def release(self) -> None:
         """The memory that is still open: rank 0 has it back."""
+        self._vllm.shutdown()
+
+
+class M2nReceiver:
+    """Of one worker, in one communicator."""
+
+    def __init__(
+        self, ours: WeightTransferEngine[Any, Any], init_info: M2NWeightTransferInitInfo
+    ) -> None:
+        """Before an update begins: its plan is made of the parameters that the model computes with.
+
+        Raises ImportError, ValueError: vLLM's own words.
+        """
+        self._vllm = M2NWeightTransferEngine(ours.config, ours.vllm_config, ours.device, ours.model)
+        self._vllm.init_transfer_engine(init_info)
+
+    def receive(self, update: Mapping[str, Any]) -> None:
+        self._vllm.receive_weights(self._vllm.parse_update_info(dict(update)))
+
+    def close(self) -> None:
         self._vllm.shutdown()
 
 
