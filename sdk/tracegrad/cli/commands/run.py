@@ -404,7 +404,7 @@ class _Invocation:
             sandbox_backend(
                 [task.sandbox for task in self.tasks],
                 proxy=proxy_url(),
-                options=ContainerOptions(warm=self.warm),
+                options=ContainerOptions(warm=self.warm, layer=self.launcher.layer),
                 shared=None if self.of_file else Path.cwd(),
             ),
             logs=private_folder(self.folder),
