@@ -138,7 +138,7 @@ class SafetensorsWeightTransferEngine(
         if self._ipc is not None:
             self._ipc.release()
         # The engine may run: nothing is touched before there are weights.
-        self._staged = None
+        self._drop_staged()
         self._later = []
         self._is_loading = False
 
@@ -161,7 +161,7 @@ class SafetensorsWeightTransferEngine(
                 # All may have come before; it must fail all the same: a pusher ends an update so.
                 raise ValueError("paths: the update names no files")
         except BaseException:
-            self._staged = None
+            self._drop_staged()
             raise
 
     def _stage(self, update: SafetensorsUpdateInfo) -> None:
@@ -194,6 +194,11 @@ class SafetensorsWeightTransferEngine(
         if last:
             self._receiver().release()
             self._check_complete()
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+        self._staged = None
 
     def _begin(self) -> None:
         # What a failed update had buffered must not be mixed into this one.
@@ -237,7 +242,7 @@ class SafetensorsWeightTransferEngine(
     def finish_weight_update(self) -> None:
         if self._staged is not None:
             self._staged.commit()
-            self._staged = None
+            self._drop_staged()
             return
         if self._later:
             with _opened(self._later) as files:
