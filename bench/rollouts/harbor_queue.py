@@ -17,7 +17,7 @@ from workload import Engine, Rollout  # type: ignore[import-not-found]
 
 
 async def main() -> None:
-    from harbor.trial.queue import TrialQueue  # type: ignore[import-not-found]
+    from harbor.trial.queue import TrialQueue
 
     given = json.load(sys.stdin)
     engine = Engine(given["scale"])

@@ -119,10 +119,10 @@ class WarmPoolState(Generic[S, I, T]):
         pool = self._pools[spec]
         pool.starting -= 1
         pool.failed = True
-        told: list[Action[S, T, I]] = []
+        actions: list[Action[S, T, I]] = []
         if pool.waiting:
-            told.append(Refuse(pool.waiting.popleft(), error))
-        return told + self._settle()
+            actions.append(Refuse(pool.waiting.popleft(), error))
+        return actions + self._settle()
 
     def returned(self, spec: S, item: I, now: float) -> list[Action[S, T, I]]:
         """One that was used, and is as good as new."""
@@ -137,71 +137,71 @@ class WarmPoolState(Generic[S, I, T]):
 
     def time(self, now: float) -> list[Action[S, T, I]]:
         """Those that nobody took for long go, and are not replaced until somebody asks again."""
-        told: list[Action[S, T, I]] = []
+        actions: list[Action[S, T, I]] = []
         for pool in self._pools.values():
             while pool.ready and now - pool.ready[0][0] > self._idle_s:
-                told.append(Close(pool.ready.popleft()[1]))
+                actions.append(Close(pool.ready.popleft()[1]))
         self._forget()
-        return told
+        return actions
 
     def drained(self, error: Exception) -> list[Action[S, T, I]]:
         """No more: who waits is refused, what is ready goes, and so does what still starts."""
         self._drained = error
-        told: list[Action[S, T, I]] = []
+        actions: list[Action[S, T, I]] = []
         for pool in self._pools.values():
-            told += [Refuse(ticket, error) for ticket in pool.waiting]
+            actions += [Refuse(ticket, error) for ticket in pool.waiting]
             pool.waiting.clear()
-        return told + self._settle()
+        return actions + self._settle()
 
     # What follows
 
     def _settle(self) -> list[Action[S, T, I]]:
-        told: list[Action[S, T, I]] = []
+        actions: list[Action[S, T, I]] = []
         if self._drained is not None:
             for pool in self._pools.values():
-                told += [Close(item) for _, item in pool.ready]
+                actions += [Close(item) for _, item in pool.ready]
                 pool.ready.clear()
         else:
-            handed = self._hand_out(told)
-            self._start_for_waiting(told)
+            handed = self._hand_out(actions)
+            self._start_for_waiting(actions)
             if handed is not None:
-                self._start_ahead(handed, told)
+                self._start_ahead(handed, actions)
         self._forget()
-        return told
+        return actions
 
-    def _hand_out(self, told: list[Action[S, T, I]]) -> S | None:
+    def _hand_out(self, actions: list[Action[S, T, I]]) -> S | None:
         """The last spec of which one was."""
         handed = None
         for spec, pool in self._pools.items():
             while pool.ready and pool.waiting:
-                told.append(Hand(pool.waiting.popleft(), pool.ready.popleft()[1]))
+                actions.append(Hand(pool.waiting.popleft(), pool.ready.popleft()[1]))
                 handed = spec
         return handed
 
-    def _start_for_waiting(self, told: list[Action[S, T, I]]) -> None:
+    def _start_for_waiting(self, actions: list[Action[S, T, I]]) -> None:
         """Those asked for first come first; for them ready ones of other specs make room."""
         for spec, pool in self._pools.items():
             while pool.starting < len(pool.waiting) and pool.held < self._size:
-                if self.held() >= self._total and not self._make_room(told):
+                if self.held() >= self._total and not self._make_room(actions):
                     return
                 pool.starting += 1
-                told.append(Start(spec))
+                actions.append(Start(spec))
 
-    def _make_room(self, told: list[Action[S, T, I]]) -> bool:
+    def _make_room(self, actions: list[Action[S, T, I]]) -> bool:
         for pool in self._pools.values():
             if pool.ready:
-                told.append(Close(pool.ready.popleft()[1]))
+                actions.append(Close(pool.ready.popleft()[1]))
                 return True
         return False
 
-    def _start_ahead(self, spec: S, told: list[Action[S, T, I]]) -> None:
+    def _start_ahead(self, spec: S, actions: list[Action[S, T, I]]) -> None:
         """While the agent runs that got the last one; nobody makes room for a guess."""
         pool = self._pools[spec]
         if self._comes_back(spec):
             return
         while not pool.failed and pool.held < self._size and self.held() < self._total:
             pool.starting += 1
-            told.append(Start(spec))
+            actions.append(Start(spec))
 
     def _forget(self) -> None:
         for spec in [s for s, p in self._pools.items() if not (p.held or p.waiting)]:

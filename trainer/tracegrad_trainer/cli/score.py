@@ -17,8 +17,7 @@ from tracegrad_trainer.launch.session import (
     open_store,
     raising_on_stop_signals,
 )
-from tracegrad_trainer.rewards.one_off import score_now
-from tracegrad_trainer.rewards.scoring import ScoringScope, ScoringTotals
+from tracegrad_trainer.rewards.scoring import ScoringScope, ScoringTotals, score_now
 from tracegrad_trainer.utils.console import print_error, print_json
 
 FAILED, BAD_USAGE, NOTHING = 1, 2, 3

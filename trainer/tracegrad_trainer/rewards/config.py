@@ -18,7 +18,7 @@ from pydantic import (
 
 from tracegrad.events import MAX_REWARD
 from tracegrad.import_path import is_import_path
-from tracegrad_trainer.rewards.names import FORMAT, JUDGE, LENGTH, MAIN
+from tracegrad_trainer.rewards.result import FORMAT, JUDGE, LENGTH, MAIN
 
 # Settings any of which makes the counting reward a sum of parts.
 COMPOSING = ("functions", "commands", "judge", "length", "format", "weights")

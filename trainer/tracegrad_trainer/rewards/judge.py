@@ -21,7 +21,7 @@ from tracegrad.inspect.transcript import as_text
 from tracegrad.jsonutil import dump_json
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.config import JudgeSettings
-from tracegrad_trainer.rewards.names import JUDGE
+from tracegrad_trainer.rewards.result import JUDGE
 from tracegrad_trainer.rewards.rollout import ScoredRollout, ScoredTurn
 
 # Of the API: asked again later, it may answer.

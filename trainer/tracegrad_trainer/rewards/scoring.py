@@ -34,9 +34,8 @@ from tracegrad_trainer.rewards.compose import Composition, compose, composed_eve
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.functions import FunctionScorer
 from tracegrad_trainer.rewards.judge import GroupJudge
-from tracegrad_trainer.rewards.names import FORMAT, LENGTH
 from tracegrad_trainer.rewards.read_rollout import read_rollout
-from tracegrad_trainer.rewards.result import Score
+from tracegrad_trainer.rewards.result import FORMAT, LENGTH, Score
 from tracegrad_trainer.rewards.rollout import ScoredRollout
 
 logger = logging.getLogger(__name__)
@@ -484,3 +483,26 @@ def _rewards(scorer: Scorer, outcome: Scoring, result: _Result, history: _Histor
         )
         for name, value in given.items()
     ]
+
+
+def score_now(
+    store: Store,
+    settings: RewardSettings,
+    scope: ScoringScope,
+    *,
+    rollout_ids: Collection[str] | None = None,
+    again: Again = "no",
+) -> ScoringTotals:
+    """All that is due now; groups are judged smaller, where nobody completes them.
+
+    Raises:
+        FunctionUnusable: a function cannot be imported.
+        ValueError: the judge has no key.
+        StoreError: the store is no use.
+    """
+
+    async def score() -> ScoringTotals:
+        async with ScoringRun(store, settings, scope) as run:
+            return await run.finish(rollout_ids=rollout_ids, again=again)
+
+    return asyncio.run(score())
