@@ -56,7 +56,8 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
 
 def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
     found = play(tmp_path, "examples.sql_agent")
-    assert found["success_after"] >= found["success_before"] + 0.15
+    # What it does without chance: at first nothing is right.
+    assert found["greedy_after"] >= found["greedy_before"] + 0.2
     assert found["policy_versions"] == 8
 
 
