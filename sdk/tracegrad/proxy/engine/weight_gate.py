@@ -75,6 +75,7 @@ class Admission:
         """Again where that one did not answer: nothing has been sampled before."""
         self.upstream = upstream
         self.version = self._gate.version_at(upstream)
+        self.version_unknown = False  # a change before that was of nothing
 
     def arrival_version(self) -> int:
         """The version of tokens that arrive now."""

@@ -489,7 +489,7 @@ def test_the_control_api_takes_one_server_and_a_canary(rig: ProxyWithEngine) -> 
     rig.client.chat.completions.create(model=MODEL, messages=HELLO)
     [turn] = rig.turns()
     assert {version for version, _ in turn.policy_versions} == {7}
-    push(rig.http, "canary")
+    push(rig.http, "canary", share=0)
     push(rig.http, "version", version=7)
     assert state(rig.http) == {"version": 7, "held": False, "in_flight": 0, "waiting": 0}
     body = {"version": 8, "upstream": "http://elsewhere"}
