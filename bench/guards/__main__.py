@@ -212,8 +212,8 @@ real vLLM and real ranks ({steps} steps, about eight a run, to keep it short; {r
 looked at, at least {least} of a run) had the guards as they are by default. Then each run is looked
 at again, with a hack planted in its recorded replies from half of it on: a call that no tool can
 carry out, a call made twice, a question or a refusal in place of the answer, replies four times as
-long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's own guard spoke,
-after how many rollouts that did it (median, most).
+long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs
+the hack's own guard spoke, after how many rollouts that did it (median, most).
 
 {machine}
 - {date}
