@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +39,20 @@ class PromotionSettings(BaseModel):
         {"split": "held_out"},
         description="with gate held_out: rollouts that carry all of these tags are held out, as"
         " those are that were opened so (held_out=True); they are compared, and never trained",
+    )
+    tasks: Path | None = Field(
+        None,
+        description="with gate held_out: a file of tasks, or a folder of Harbor's, that"
+        " `tracegrad run --eval` runs against each version as long as the gate wants held-out"
+        " rollouts of it; left out: others make them",
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="with tasks: the agent's command, as a list of words with {prompt} or {task_id}"
+        " in them, of tasks that name none",
+    )
+    agent: str | None = Field(
+        None, description="with tasks: the agent whose recipe is run (`tracegrad agents`)"
     )
     alpha: float = Field(
         0.05,
@@ -86,6 +101,20 @@ class PromotionSettings(BaseModel):
     def _gate_has_tags(self) -> Self:
         if self.gate == "held_out" and not self.tags:
             raise ValueError("tags are empty: every rollout would be held out, and none trained")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_are_run(self) -> Self:
+        if self.tasks is not None and self.gate != "held_out":
+            raise ValueError(
+                "tasks: nobody waits for their rollouts: set promotion.gate = 'held_out', or leave"
+                " them out"
+            )
+        for name in ("command", "agent"):
+            if getattr(self, name) and self.tasks is None:
+                raise ValueError(
+                    f"{name}: there are no tasks: set promotion.tasks, or leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -77,6 +77,19 @@ class PromotionGate:
             return None if self._is_canary else self._gather_baseline(history)
         return None if served.evaluation is not None else self._evaluate(history, served)
 
+    def gathers(self, history: VersionHistory) -> int | None:
+        """The version that held-out rollouts are wanted of now; None: there is none. Raises
+        StoreError."""
+        if history.serving is None or history.promoted is None:
+            return None
+        served = history.records[history.serving]
+        if not served.kept:
+            return None
+        if history.same_weights(served.version, history.promoted):
+            found = self._arms(history, history.promoted).baseline.count
+            return served.version if found < self._settings.max_rollouts else None
+        return None if served.evaluation is not None else served.version
+
     def _gather_baseline(self, history: VersionHistory) -> str | None:
         assert history.promoted is not None
         promoted = history.promoted
