@@ -313,17 +313,18 @@ class WeightPusher:
                     f"version {new.version} is not pushed: version {self._returned_to} was returned"
                     " to meanwhile"
                 )
+            # Before a first push nobody's calls come: a proxy that begins holds all.
+            rolls = self._rolls and self.version >= 0 and not as_candidate
             try:
                 if as_candidate:
                     seconds = self._serve_candidate(new, verify)
                 else:
-                    seconds = self._serve(new, verify, rolls=self._rolls)
+                    seconds = self._serve(new, verify, rolls=rolls)
             finally:
                 self._files.keep_only(*self._numbers)
         size = sum(Path(path).stat().st_size for path in new.paths)
         carried: Carried = "weights" if self._adapter is None else "adapter"
-        turns = len(self._urls) if self._rolls and not as_candidate else 1
-        return PushReport(new.version, seconds, size, carried, turns)
+        return PushReport(new.version, seconds, size, carried, len(self._urls) if rolls else 1)
 
     def serve_base(self, version: int, fetch: Callable[[Path], ServedWeights]) -> None:
         """An earlier version to all engines, under its own number, for a candidate to be compared

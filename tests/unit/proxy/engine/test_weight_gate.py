@@ -15,11 +15,12 @@ import httpx
 import orjson
 import pytest
 
-from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
-from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
+from support.proxy.servers import CONTROL, CONTROL_KEY, EngineServer, eventually, serving
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
+from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import (
@@ -496,3 +497,33 @@ def test_the_control_api_takes_one_server_and_a_canary(rig: ProxyWithEngine) -> 
     answer = rig.http.post("/api/push/version", json=body, headers=CONTROL)
     assert answer.status_code == 400
     assert "http://elsewhere is none of this proxy's servers" in answer.text
+
+
+def test_each_rollout_has_one_side_of_a_canary_and_its_engines_version(
+    rig: ProxyWithEngine, serve_proxy: ServeProxy
+) -> None:
+    other = EngineServer()
+    other.engine = MockEngine()
+    with (
+        serving(other, lifespan="off") as url,
+        serve_proxy(upstream=f"{rig.engine_url},{url}", control_key=CONTROL_KEY) as http,
+    ):
+        push(http, "canary", upstream=url, share=0.5)
+        push(http, "hold", ttl_s=60, upstream=url)
+        push(http, "version", version=7, upstream=url)
+        push(http, "release", upstream=url)
+        for n in range(16):
+            for _ in range(2):
+                body = {"model": MODEL, "messages": HELLO}
+                answer = http.post(f"/rollouts/c{n}/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+        tried = [f"c{n}" for n in range(16) if Canary(url, 0.5).has(f"c{n}")]
+        assert 0 < len(tried) < 16
+        for n in range(16):
+            versions = {v for turn in rig.turns(f"c{n}") for v, _ in turn.policy_versions}
+            assert versions == {7 if f"c{n}" in tried else 0}
+        assert len(other.engine.requests) == 2 * len(tried)
+        push(http, "hold", ttl_s=60, upstream=url)
+        late = http.post(f"/rollouts/{tried[0]}/v1/chat/completions", json=body)
+        assert late.status_code == 200, "the others take the calls of an engine that stands still"
+        assert rig.turns(tried[0])[-1].policy_versions[0][0] == 0

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.proxy.proxy_with_engine import served_proxy
+from support.proxy.servers import CONTROL_KEY
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
+from tracegrad.store import GroupCommitWriter, Store
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.weight_push import CanaryEngine, WeightPusher
 
@@ -318,3 +322,53 @@ def test_a_promotion_that_an_engine_refuses_leaves_a_candidate(
 def test_a_canary_needs_an_engine_beside_it(fleet: Fleet, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="canary: one of several engines"):
         WeightPusher(fleet[0].url, checkpoint=checkpoint, canary=CanaryEngine(fleet[0].url, 0.1))
+
+
+def test_the_proxy_itself_is_told_of_one_engine_after_the_other(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its own routes, and URLs that name the engines as it does."""
+    urls = [engine.url for engine in fleet]
+    database = f"sqlite:///{tmp_path}/store.db"
+    said: list[dict[str, Any]] = []
+    with (
+        Store.open(database) as store,
+        GroupCommitWriter(store) as writer,
+        served_proxy(
+            store, writer, upstream=",".join(urls), control_key=CONTROL_KEY, held=True
+        ) as http,
+        WeightPusher(
+            urls,
+            str(http.base_url).rstrip("/"),
+            proxy_key=CONTROL_KEY,
+            version=-1,
+            checkpoint=checkpoint,
+            directory=tmp_path,
+            rolling=True,
+            canary=CanaryEngine(urls[1], 0.25),
+        ) as pusher,
+    ):
+
+        def state() -> dict[str, Any]:
+            return dict(http.get("/api/push").json())
+
+        for engine in fleet:
+            engine.weights = {engine.state.version: None}  # its own proxy is not asked
+            engine.check = lambda call: None  # type: ignore[method-assign]
+        pusher.push(1, weights(1.0), lambda: said.append(state()))
+        assert said.pop()["held"] is True, "nobody's calls come before a first push"
+        assert state() == {"version": 1, "held": False, "in_flight": 0, "waiting": 0}
+        pusher.push(2, weights(2.0), lambda url: said.append(state()))
+        assert [one["upstreams"] for one in said] == [
+            {urls[0]: {"version": 2, "held": True}},
+            {urls[0]: {"version": 2, "held": False}, urls[1]: {"version": 2, "held": True}},
+        ]
+        assert {one["version"] for one in said} == {1}
+        assert state() == {"version": 2, "held": False, "in_flight": 0, "waiting": 0}
+        assert not pusher.restore()
+        pusher.serve(pusher.write(3, weights(3.0)), as_candidate=True)
+        assert state()["upstreams"] == {urls[1]: {"version": 3, "held": False}}
+        assert state()["canary"] == {"upstream": urls[1], "share": 0.25}
+        assert not pusher.restore()
+        pusher.promote_candidate(3)
+        assert state() == {"version": 3, "held": False, "in_flight": 0, "waiting": 0}
