@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from tracegrad.protocol import EVENTS_PATH
 from tracegrad.runner.agent_install import InstallFailed
 from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.quarantine import TaskRef, check_tasks
-from tracegrad.runner.run_record import RecordError, RunRecord, header_of
+from tracegrad.runner.run_record import RecordError, RunRecord, header_of, new_run_folder
 from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.runner.sandbox_backend import (
     ContainerOptions,
@@ -231,13 +230,20 @@ def run_command(
         timeouts=StageTimeouts(start_s=start_timeout or None, silent_s=silent_s or None),
     )
     _check_proxy()
-    folder = resume or logs / time.strftime("%Y-%m-%dT%H-%M-%S")
     with AgentLauncher(model=model) as launcher:
         found = _with_agents(found, launcher)
+        folder = resume or _new_folder(logs)
         invocation = _Invocation(
             found, asked, folder, resume is not None, of_file, as_json, launcher, warm
         )
         raise typer.Exit(invocation.run())
+
+
+def _new_folder(logs: Path) -> Path:
+    try:
+        return new_run_folder(logs)
+    except OSError as error:
+        fail(f"--logs: {error}", USAGE_ERROR)
 
 
 def _is_prompt(given: Path | None) -> bool:
@@ -248,9 +254,12 @@ def _is_prompt(given: Path | None) -> bool:
 def _with_agents(tasks: Sequence[Task], launcher: AgentLauncher) -> list[Task]:
     """With the programs of their agents there."""
     try:
-        return [launcher.add(task, begins=_say_install) for task in tasks]
+        found = [launcher.add(task, begins=_say_install) for task in tasks]
     except (ValueError, InstallFailed) as error:
         fail(str(error), USAGE_ERROR)
+    for recipe in launcher.own_recipes:
+        typer.echo(f"tracegrad: {recipe.name}: {recipe.path}", err=True)
+    return found
 
 
 def _say_install(what: str) -> None:
