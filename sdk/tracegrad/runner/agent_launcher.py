@@ -69,8 +69,11 @@ class AgentLauncher:
     @property
     def own_recipes(self) -> list[Recipe]:
         """Those that are not ours: whoever wrote the folder that one stands in, wrote them."""
-        of_others = [recipe for recipe in self._recipes.values() if recipe.path is not None]
-        return [recipe for recipe in of_others if recipe.path.parent != SHIPPED]
+        return [
+            recipe
+            for recipe in self._recipes.values()
+            if recipe.path is not None and recipe.path.parent != SHIPPED
+        ]
 
     def layer(self, recipe_id: str) -> AgentLayer:
         """Of a recipe that a task was added with (`SandboxSpec.recipe`)."""
