@@ -33,11 +33,16 @@ def baked(layer: AgentLayer, first: Path | None = None) -> subprocess.CompletedP
     path = os.pathsep.join([*([str(first)] if first else []), os.environ["PATH"]])
     return subprocess.run(
         ["/bin/sh", "-ec", "\n".join(layer.lines)],
-        env={"PATH": path},
+        env={"PATH": path, "PYTHONPYCACHEPREFIX": f"{prefix_of(layer)}.byte-code"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def prefix_of(layer: AgentLayer) -> str:
+    """Of the one folder that is copied in, where there is one."""
+    return next(iter(layer.files), "/nowhere")
 
 
 def said(recipe: Recipe, prefix: str, *command: str, **environ: str) -> str:
@@ -77,9 +82,14 @@ import sys, toy
 print(toy.P, *sys.argv[1:])
 """)
     far.chmod(0o755)
-    done = baked(agent_layer(pip, InstalledAgent(folder), prefix=prefix))
+    layer = agent_layer(pip, InstalledAgent(folder), prefix=prefix)
+    done = baked(layer)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(folder)
+    byte_code = {
+        path.name.split(".")[0] for path in Path(f"{prefix_of(layer)}.byte-code").rglob("*")
+    }
+    assert {"argparse", "decoder"} <= byte_code
     assert said(pip, prefix, "toy") == f"{prefix}/toy@1.0\n"
     assert said(pip, prefix, "far", "two words") == f"{prefix}/toy@1.0 two words\n"
 
