@@ -16,8 +16,8 @@ Plan = list[list[list[int]]]
 
 def plan_cost(plan: Plan, costs: Sequence[float]) -> float:
     """Of a step: at every micro-batch all wait for the costliest."""
-    at_once = zip(*plan, strict=True)
-    return sum(max(sum(costs[i] for i in bin_) for bin_ in bins) for bins in at_once)
+    loads = [[sum(costs[i] for i in bin_) for bin_ in bins] for bins in plan]
+    return float(np.max(loads, axis=0).sum())
 
 
 def aligned_plans(

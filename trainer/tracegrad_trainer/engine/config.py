@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 # torch's ways to compute AdamW, which round differently: one kernel for a whole update, or one for
 # each product of many tensors. Steps record which one they took.
@@ -216,6 +216,17 @@ class OptimSettings(BaseModel):
     def moment_bytes(self) -> int:
         """Of both moments of a parameter."""
         return 4 if self.moments == "bfloat16" else 8
+
+    @field_validator("moments", mode="before")
+    @classmethod
+    def _no_8_bits(cls, value: object) -> object:
+        if isinstance(value, str) and "8" in value:
+            raise ValueError(
+                f"there are no moments in {value}: their scales are of blocks of a rank's own"
+                " shard, so that another number of ranks could not load a checkpoint; set"
+                " 'bfloat16'"
+            )
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
