@@ -25,7 +25,12 @@ log = logging.getLogger("tracegrad.environments")
 
 _CLOSE_S = 10.0
 _MAX_REASON = 2_000
-Step = tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]
+# Observation, reward, terminated, truncated, info. A reward of None is unknown, which is not 0.
+Step = tuple[Any, SupportsFloat | None, bool, bool, Mapping[str, Any]]
+
+
+class InvalidAction(ValueError):
+    """Raised by an environment's `step`: the policy's doing, not the environment's."""
 
 
 class Environment(Protocol):
@@ -69,7 +74,7 @@ def episode_agent(
     *,
     limits: EpisodeLimits = EpisodeLimits(),
     seed: Callable[[Any], int | None] = lambda task: seed_of(task),
-) -> Callable[..., Awaitable[float]]:
+) -> Callable[..., Awaitable[float | None]]:
     """An agent for `tracegrad.run`: each attempt at a task is an episode.
 
         agent = episode_agent(lambda task: gymnasium.make("FrozenLake-v1"), policy)
@@ -78,7 +83,7 @@ def episode_agent(
     The return, which is the sum of the environment's rewards, is the rollout's reward. `terminated`
     is `completed`, `truncated` is `budget`. What the environment raises is `env_error`, a
     connection to it that breaks `infra_error`; what the policy raises, and an action that is not in
-    `action_space`, is `agent_error`.
+    `action_space` or that the environment answers with `InvalidAction`, is `agent_error`.
 
     Args:
         make: an environment of its own for each attempt at the task; closed afterwards.
@@ -88,7 +93,7 @@ def episode_agent(
             begin in one state.
     """
 
-    async def play(task: Any, rollout: Rollout) -> float:
+    async def play(task: Any, rollout: Rollout) -> float | None:
         with CallThread("tracegrad-environment") as thread:
             episode = _Episode(thread, rollout, limits)
             return await episode.run(partial(make, task), policy, seed(task))
@@ -112,8 +117,10 @@ class _Episode:
     def __init__(self, thread: CallThread, rollout: Rollout, limits: EpisodeLimits) -> None:
         self._thread, self._rollout, self._limits = thread, rollout, limits
 
-    async def run(self, make: Callable[[], Environment], policy: Policy, seed: int | None) -> float:
-        """The return. Raises SandboxError, and whatever the policy raises."""
+    async def run(
+        self, make: Callable[[], Environment], policy: Policy, seed: int | None
+    ) -> float | None:
+        """The return; None: no reward was given. Raises SandboxError and the policy's errors."""
         environment = await self._called("make", make)
         try:
             act = await self._thread.call(partial(policy, self._rollout))
@@ -121,17 +128,18 @@ class _Episode:
         finally:
             await self._close(environment)
 
-    async def _steps(self, environment: Environment, act: Act, seed: int | None) -> float:
+    async def _steps(self, environment: Environment, act: Act, seed: int | None) -> float | None:
         reset = partial(environment.reset, seed=seed)
         observation, info = await self._called("reset", reset)
-        total, steps = 0.0, 0
+        total: float | None = None
+        steps = 0
         while True:
             action = await self._action(act, observation, info)
             _check_action(environment, action)
             step = partial(environment.step, action)
             observation, reward, terminated, truncated, info = await self._called("step", step)
             steps += 1
-            total = self._added(total, reward)
+            total = total if reward is None else self._added(total or 0.0, reward)
             if terminated:
                 return total
             if truncated:
@@ -150,6 +158,8 @@ class _Episode:
         try:
             async with asyncio.timeout(self._limits.step_s) as bound:
                 return await self._thread.call(call)
+        except InvalidAction:
+            raise
         except SandboxError as error:
             raise self._failed(error) from error
         except Exception as error:
@@ -175,7 +185,7 @@ class _Episode:
         self._rollout.finish(outcome, str(error))
         return error
 
-    def _out_of_budget(self, total: float, why: str) -> float:
+    def _out_of_budget(self, total: float | None, why: str) -> float | None:
         self._rollout.finish(Outcome.BUDGET, why)
         return total
 
@@ -192,7 +202,7 @@ class _Episode:
 
 
 def _check_action(environment: Environment, action: Any) -> None:
-    """Raises ValueError: the policy's doing, which the environment would stumble over."""
+    """Raises InvalidAction: the environment would stumble over it."""
     space = getattr(environment, "action_space", None)
     if space is not None and not space.contains(action):
-        raise ValueError(f"action {action!r:.60} is not in {space!r:.200}")
+        raise InvalidAction(f"action {action!r:.60} is not in {space!r:.200}")
