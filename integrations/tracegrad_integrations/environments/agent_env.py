@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -105,8 +105,6 @@ class AgentEnv(gymnasium.Env[Json, Any]):
     Attributes:
         rollout_id: of the episode that began last, by which the store has it; empty: none has.
     """
-
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": []}
 
     def __init__(
         self,

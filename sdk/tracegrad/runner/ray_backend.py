@@ -286,7 +286,7 @@ def _connected(address: str) -> tuple[Any, bool]:
     if ray.is_initialized():
         return ray, False
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="critical")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ValueError(f"--ray {address}: {_first_line(error)}") from None
     return ray, True

@@ -83,10 +83,11 @@ class SandboxHost:
         build: PackedFolder | None,
     ) -> HostedSandbox:
         """`workspace`, `build`: in the place of the paths in `spec`. Raises SandboxError."""
-        for name, packed in (("workspace", workspace), ("build", build)):
-            if packed is not None:
-                target = self._temp / name
-                spec = replace(spec, **{name: await asyncio.to_thread(packed.unpack, target)})
+        spec = replace(
+            spec,
+            workspace=await self._unpacked(workspace, "workspace"),
+            build=await self._unpacked(build, "build"),
+        )
         self._backend = sandbox_backend([spec], proxy=proxy, options=replace(options, warm=0))
         self._sandbox = sandbox = await self._backend.start(spec)
         temp = sandbox.temp if is_contained(spec) else str(self._temp)
@@ -96,6 +97,11 @@ class SandboxHost:
             temp=temp,
             proxy=sandbox.reachable(proxy),
         )
+
+    async def _unpacked(self, packed: PackedFolder | None, name: str) -> Path | None:
+        if packed is None:
+            return None
+        return await asyncio.to_thread(packed.unpack, self._temp / name)
 
     async def run(
         self,
