@@ -3,8 +3,8 @@ WebSocket (`pip install "tracegrad[openenv]"`).
 
     agent = episode_agent(lambda task: OpenEnvSession("http://127.0.0.1:8000"), policy)
 
-Actions and observations are objects of JSON. Tools of an MCP environment are steps, too: `info` of
-`reset` has them as chat completions take them, `tool_action` makes a step of a model's tool call.
+Actions and observations are objects of JSON. Tools of an MCP environment are steps, too: `info`
+has them as chat completions take them, `tool_action` makes a step of a model's tool call.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OpenEnvSession:
         """
         Args:
             url: the server's, http:// or ws://.
-            tools: it is an MCP environment: `info["tools"]` has its tools.
+            tools: it is an MCP environment: `info["tools"]` has its tools, as they are at `reset`.
             reset: what its `reset` gets besides the seed.
             message_s: the longest that it may take for an answer.
         """
@@ -59,16 +59,16 @@ class OpenEnvSession:
         )
         self._client = client.sync()
         self._tools, self._reset = tools, dict(reset or {})
+        self._info: Json = {}
 
     def reset(self, *, seed: int | None = None) -> tuple[Json, Json]:
         """Raises BrokenEnvironment, SandboxUnavailable."""
         given = {**self._reset, **({} if seed is None else {"seed": seed})}
         found = self._asked("reset", **given)
-        info: Json = {}
         if self._tools:
-            listed = self._asked("step", {"type": "list_tools"})
-            info["tools"] = [_chat_tool(each) for each in listed.observation.get("tools", [])]
-        return found.observation, info
+            listed = self._asked("step", {"type": "list_tools"}).observation
+            self._info = {"tools": [_chat_tool(each) for each in listed.get("tools", [])]}
+        return found.observation, dict(self._info)
 
     def step(self, action: Mapping[str, Any]) -> Step:
         """Raises InvalidAction: the server takes no such action; and as `reset`. A tool that fails
@@ -76,7 +76,7 @@ class OpenEnvSession:
         if not isinstance(action, Mapping):
             raise InvalidAction(f"action {action!r:.60} is no object with fields")
         found = self._asked("step", dict(action))
-        return found.observation, found.reward, bool(found.done), False, {}
+        return found.observation, found.reward, bool(found.done), False, dict(self._info)
 
     def state(self) -> Json:
         """What the server says of the session: `episode_id`, `step_count` and its own."""
