@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +30,9 @@ from tracegrad.protocol import EVENTS_PATH
 from tracegrad.runner.agent_install import InstallFailed
 from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.quarantine import TaskRef, check_tasks
+from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of, new_run_folder
-from tracegrad.runner.sandbox import SandboxSpec
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
 from tracegrad.runner.sandbox_backend import (
     ContainerOptions,
     check_docker,
@@ -151,6 +153,21 @@ def run_command(
     warm: Annotated[
         int, typer.Option(min=0, help="Containers of each kind that are started ahead.")
     ] = 2,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Sandboxes on the hosts of this Ray cluster, of which this machine is one: auto,"
+            " or host:port.",
+        ),
+    ] = None,
+    ray_resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=AMOUNT",
+            help="Of each sandbox, by Ray's names; may be repeated. Default: CPU=1.",
+        ),
+    ] = None,
     retries: Annotated[
         int | None,
         typer.Option(
@@ -227,14 +244,24 @@ def run_command(
         epochs=epochs,
         retries=retries if retries is not None else _FILE_RETRIES if of_file else 0,
         held_out=held_out,
-        timeouts=StageTimeouts(start_s=start_timeout or None, silent_s=silent_s or None),
+        timeouts=StageTimeouts(
+            # On Ray a start may wait for a host: what comes after that is bounded there.
+            start_s=(start_timeout or None) if ray is None else None,
+            silent_s=silent_s or None,
+        ),
     )
+    resources = _amounts(ray_resource or [], ray)
     _check_proxy()
     with AgentLauncher(model=model) as launcher:
         found = _with_agents(found, launcher)
+        backend = (
+            _backend(found, launcher, warm, of_file=of_file)
+            if ray is None
+            else _ray_backend(found, ray, resources, start_timeout or None, asked.concurrency)
+        )
         folder = resume or _new_folder(logs)
         invocation = _Invocation(
-            found, asked, folder, resume is not None, of_file, as_json, launcher, warm
+            found, asked, folder, resume is not None, of_file, as_json, launcher, backend
         )
         raise typer.Exit(invocation.run())
 
@@ -325,6 +352,55 @@ def _tags(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _amounts(given: Sequence[str], ray: str | None) -> dict[str, float]:
+    if given and ray is None:
+        fail("--ray-resource: there is no --ray", USAGE_ERROR)
+    found = {}
+    for each in given:
+        name, equals, amount = each.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            equals = ""
+        if not equals or not name or not 0 <= found[name] < math.inf:
+            fail(f"--ray-resource: {each!r} is not NAME=AMOUNT", USAGE_ERROR)
+    return found
+
+
+def _backend(
+    tasks: Sequence[Task], launcher: AgentLauncher, warm: int, *, of_file: bool
+) -> SandboxBackend:
+    return sandbox_backend(
+        [task.sandbox for task in tasks],
+        proxy=proxy_url(),
+        options=ContainerOptions(warm=warm, layer=launcher.layer),
+        shared=None if of_file else Path.cwd(),
+    )
+
+
+def _ray_backend(
+    tasks: Sequence[Task],
+    address: str,
+    resources: Mapping[str, float],
+    start_s: float | None,
+    concurrency: int,
+) -> SandboxBackend:
+    """With the cluster joined."""
+    settings = RaySettings(address=address, proxy=proxy_url(), resources=resources, start_s=start_s)
+    backend = RaySandboxes(settings)
+    try:
+        room = backend.connect([task.sandbox for task in tasks])
+    except ValueError as error:
+        fail(str(error), USAGE_ERROR)
+    if room < concurrency:
+        typer.echo(
+            f"tracegrad: the cluster has room for {room} of {concurrency} sandboxes (--concurrency)"
+            " at once; the others wait",
+            err=True,
+        )
+    return backend
+
+
 def _check_proxy() -> None:
     """Before an agent runs for nobody."""
     try:
@@ -347,7 +423,7 @@ class _Invocation:
     of_file: bool
     as_json: bool
     launcher: AgentLauncher
-    warm: int
+    backend: SandboxBackend
     interrupted: bool = False
 
     def run(self) -> int:
@@ -410,12 +486,7 @@ class _Invocation:
         await TaskRun(
             self.tasks,
             self.settings,
-            sandbox_backend(
-                [task.sandbox for task in self.tasks],
-                proxy=proxy_url(),
-                options=ContainerOptions(warm=self.warm, layer=self.launcher.layer),
-                shared=None if self.of_file else Path.cwd(),
-            ),
+            self.backend,
             logs=private_folder(self.folder),
             record=record,
             prepare=self.launcher,
