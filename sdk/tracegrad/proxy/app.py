@@ -108,13 +108,15 @@ def create_app(
     writer: EventWriter,
     patience_s: float | None = None,
     links: WorkerLinks | None = None,
+    upstream: Upstream | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
     `patience_s`: how long a call waits for what it writes (`store_async.STORE_TIMEOUT_S`).
-    `links`: those of a worker among others; without, this process is the whole proxy."""
+    `links`: those of a worker among others; without, this process is the whole proxy. `upstream`:
+    an engine of this process; None: the one that the settings name."""
     others = links.log if links is not None else None
     gate = links.gate if links is not None else _own_gate(settings, store)
-    upstream = _upstream(settings, gate, links)
+    upstream = upstream or _upstream(settings, gate, links)
     metrics = links.metrics if links is not None else ProxyMetrics(metric_cells(settings))
     traces = TraceIndex(others=others)
     exact = upstream.capabilities.exact_prompts

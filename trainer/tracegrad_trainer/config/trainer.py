@@ -515,7 +515,7 @@ class TrainerSettings(FileSettings):
     @property
     def tokens_of_a_rank(self) -> int:
         """Of a micro-batch, at most: ranks may share one."""
-        return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_parallel)
+        return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_ranks)
 
     @property
     def rollouts_of_batch(self) -> int:

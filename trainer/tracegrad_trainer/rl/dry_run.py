@@ -20,11 +20,15 @@ from tracegrad.store.expressions import training_state
 from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
-from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
+from tracegrad_trainer.batches import MicroBatch, Row, TrainingSelection, pack, select, shares_rows
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
-from tracegrad_trainer.engine.flops import attention_parity
-from tracegrad_trainer.engine.model.memory import meta_model
+from tracegrad_trainer.engine.distributed import pick_device
+from tracegrad_trainer.engine.flops import packing_rule
+from tracegrad_trainer.engine.model.context_trial import sharing_group
+from tracegrad_trainer.engine.model.parallelize import prepare_model
+from tracegrad_trainer.engine.model.sharded_load import empty_model
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
 from tracegrad_trainer.rewards.judge_groups import JudgeGroup, groups_to_judge
@@ -144,9 +148,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         left = left[len(groups) :]
         selection = choose(groups)
     titles = _titles(store, groups, peek.incomplete)
-    ranks = max(1, settings.ranks // settings.fsdp.context_parallel)
-    parity = attention_parity(meta_model(settings.model))
-    packed = pack(selection.rows, ranks=ranks, budget=batches.tokens_per_micro_batch, parity=parity)
+    packed, budget = _packed(selection.rows, settings)
     return StepPlan(
         step=point.step + 1,
         version=point.version,
@@ -157,8 +159,8 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         trained=len(selection.trained),
         skipped=dict(Counter(selection.skipped.values())),
         passed=dict(passed),
-        loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
-        budget=batches.tokens_per_micro_batch,
+        loads=_loads(packed, budget) if selection.trained else [],
+        budget=budget,
         stats=selection.stats,
         share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
@@ -293,6 +295,21 @@ def _group(group: Group, selection: TrainingSelection, title: str) -> GroupPlan:
         rows=len(rows),
         tokens=sum(len(row) for row in rows),
     )
+
+
+def _packed(rows: Sequence[Row], settings: TrainerSettings) -> tuple[list[list[MicroBatch]], int]:
+    """As the ranks have it, of a group of them what all of it has; and the budget of each."""
+    fsdp, budget = settings.fsdp, settings.batches.tokens_per_micro_batch
+    device = pick_device(fsdp)
+    model = prepare_model(empty_model(settings.model, choose_attention(fsdp, device)), fsdp)
+    ranks, group = settings.ranks, fsdp.context_ranks
+    rule = packing_rule(model)
+    if fsdp.context_parallel == "auto":
+        size = sharing_group([model], fsdp, device, ranks, ranks)
+        rule = packing_rule(model, size)
+        if shares_rows([rows], ranks=ranks, budget=budget, rule=rule):
+            group, budget = size, size * budget
+    return pack(rows, ranks=max(1, ranks // group), budget=budget, rule=rule), budget
 
 
 def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[MicroBatchLoad]:

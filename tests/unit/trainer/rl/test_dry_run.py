@@ -17,7 +17,7 @@ from support.trainer.step_samples import fill, rollout, train, trainer_settings
 from tracegrad.events import Event, Reward, RolloutStarted, Turn
 from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
 from tracegrad.store.types import COMPOSED_SOURCE
-from tracegrad_trainer.batches import pack
+from tracegrad_trainer.batches import PackingRule, pack
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli import dry_run
 from tracegrad_trainer.cli.render_status import format_step_line
@@ -70,7 +70,9 @@ def test_rows_are_packed_as_the_step_packs_them(settings: TrainerSettings) -> No
         train(settings, 1)
         step = StepHistory(store).step(1)
     assert step is not None
-    assert packing.call_args.kwargs["parity"] == (step.batch or {})["parity"] != ATTENTION_PARITY
+    rule: PackingRule = packing.call_args.kwargs["rule"]
+    assert asdict(rule) == (step.batch or {})["packing"]
+    assert rule.parity != ATTENTION_PARITY
 
 
 def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
