@@ -319,6 +319,16 @@ def test_a_promotion_that_an_engine_refuses_leaves_a_candidate(
     assert stands(fleet) == [(2.0, 2), (2.0, 2)]
 
 
+def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: WeightPusher) -> None:
+    roll_first(fleet, canary)
+    fleet[1].refuse_once(LOAD_STAGED)
+    with pytest.raises(PushError, match="version 1 still is"):
+        canary.serve(canary.write(2, weights(2.0)), as_candidate=True)
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+    assert fleet[0].canary is None
+    assert not canary.restore()
+
+
 def test_a_canary_needs_an_engine_beside_it(fleet: Fleet, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="canary: one of several engines"):
         WeightPusher(fleet[0].url, checkpoint=checkpoint, canary=CanaryEngine(fleet[0].url, 0.1))
