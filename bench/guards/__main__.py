@@ -208,8 +208,8 @@ PAGE = """\
 # What guards catch
 
 Written by `python -m bench.guards`; do not edit. {runs} clean runs of the task of `make demo` by a
-real vLLM and real ranks ({steps} steps, about six a run, to keep it short; {rollouts} rollouts
-looked at, at least {least} of a run) had the guards as they are by default. Then each run is looked
+real vLLM and real ranks (short ones, {steps} steps in all; {rollouts} rollouts looked at, at least
+{least} of a run) had the guards as they are by default. Then each run is looked
 at again, with a hack planted in its recorded replies from half of it on: a call that no tool can
 carry out, a call made twice, a question or a refusal in place of the answer, replies four times as
 long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs
