@@ -34,8 +34,7 @@ from tracegrad.proxy.auth.middleware import (
 )
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.engine.canary import Canary
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import EventRejected, StoreError

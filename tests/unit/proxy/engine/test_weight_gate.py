@@ -20,13 +20,13 @@ from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY, EngineServer, eventually, serving
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
-from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import (
     SETTLE_LIMIT_S,
     SETTLE_TICKS,
     Admission,
+    Canary,
     WeightUpdateGate,
 )
 from tracegrad.proxy.http import sse
