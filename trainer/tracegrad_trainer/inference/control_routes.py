@@ -223,9 +223,10 @@ class ProxyControl:
         since the last push. `of_upstreams`: which servers have another one, and which. False where
         it does not answer."""
         state: dict[str, Any] = {}
+        path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
         if self._peer:
             with contextlib.suppress(PushError):
-                state = self._peer.get("/api/push", timeout=LOOK_TIMEOUT_S)
+                state = self._peer.get(path, timeout=LOOK_TIMEOUT_S)
         if not state:
             return False
         said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.proxy.proxy_with_engine import served_proxy
-from support.proxy.servers import CONTROL_KEY
+from support.proxy.servers import CONTROL, CONTROL_KEY
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad.store import GroupCommitWriter, Store
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
@@ -360,7 +360,7 @@ def test_the_proxy_itself_is_told_of_one_engine_after_the_other(
     ):
 
         def state() -> dict[str, Any]:
-            return dict(http.get("/api/push").json())
+            return dict(http.get("/api/push/upstreams", headers=CONTROL).json())
 
         for engine in fleet:
             engine.weights = {engine.state.version: None}  # its own proxy is not asked
