@@ -18,6 +18,7 @@ from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSet
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.parallelize import build_model
+from tracegrad_trainer.utils.free_memory import free_cgroup_memory
 
 CPU = FsdpSettings(device="cpu")
 GIB = 1024**3
@@ -194,10 +195,10 @@ def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {6 * GIB}\ninactive_file {5 * GIB}\n")
-    assert memory.free_cgroup_memory(tmp_path) == 6 * GIB
+    assert free_cgroup_memory(tmp_path) == 6 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_cgroup_memory(tmp_path) is None
-    assert memory.free_cgroup_memory(tmp_path / "nowhere") is None
+    assert free_cgroup_memory(tmp_path) is None
+    assert free_cgroup_memory(tmp_path / "nowhere") is None
 
 
 def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(
