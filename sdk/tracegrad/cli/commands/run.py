@@ -10,7 +10,6 @@ import os
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from tracegrad.runner.agent_install import InstallFailed
 from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.quarantine import TaskRef, check_tasks
 from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
-from tracegrad.runner.run_record import RecordError, RunRecord, header_of
+from tracegrad.runner.run_record import RecordError, RunRecord, header_of, new_run_folder
 from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
 from tracegrad.runner.sandbox_backend import (
     ContainerOptions,
@@ -253,7 +252,6 @@ def run_command(
     )
     resources = _amounts(ray_resource or [], ray)
     _check_proxy()
-    folder = resume or logs / time.strftime("%Y-%m-%dT%H-%M-%S")
     with AgentLauncher(model=model) as launcher:
         found = _with_agents(found, launcher)
         backend = (
@@ -261,10 +259,18 @@ def run_command(
             if ray is None
             else _ray_backend(found, ray, resources, start_timeout or None, asked.concurrency)
         )
+        folder = resume or _new_folder(logs)
         invocation = _Invocation(
             found, asked, folder, resume is not None, of_file, as_json, launcher, backend
         )
         raise typer.Exit(invocation.run())
+
+
+def _new_folder(logs: Path) -> Path:
+    try:
+        return new_run_folder(logs)
+    except OSError as error:
+        fail(f"--logs: {error}", USAGE_ERROR)
 
 
 def _is_prompt(given: Path | None) -> bool:
@@ -275,9 +281,12 @@ def _is_prompt(given: Path | None) -> bool:
 def _with_agents(tasks: Sequence[Task], launcher: AgentLauncher) -> list[Task]:
     """With the programs of their agents there."""
     try:
-        return [launcher.add(task, begins=_say_install) for task in tasks]
+        found = [launcher.add(task, begins=_say_install) for task in tasks]
     except (ValueError, InstallFailed) as error:
         fail(str(error), USAGE_ERROR)
+    for recipe in launcher.own_recipes:
+        typer.echo(f"tracegrad: {recipe.name}: {recipe.path}", err=True)
+    return found
 
 
 def _say_install(what: str) -> None:
