@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 Json = dict[str, Any]
@@ -30,12 +31,15 @@ class Worker:
                 if "task" in asked:
                     running = asyncio.create_task(self._episode(asked))
                     self._running[number] = running
-                    running.add_done_callback(lambda _, n=number: self._running.pop(n, None))
+                    running.add_done_callback(partial(self._ended, number))
                 elif number in self._running:
                     self._running[number].cancel()
             for each in [*self._running.values()]:
                 each.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _ended(self, number: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
 
     def say(self, what: Json) -> None:
         self._out.write(json.dumps(what) + "\n")

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_t
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.platforms import current_platform
 
-from tracegrad_trainer.utils.free_memory import free_host_memory
+from tracegrad.host_memory import free_host_memory
 
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tracegrad.host_memory import free_host_memory
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.blocked import working_bytes
 from tracegrad_trainer.engine.attention.masked import (
@@ -42,7 +43,6 @@ from tracegrad_trainer.engine.model.hf_config import (
     transformer_blocks,
 )
 from tracegrad_trainer.engine.model.hf_weights import HfWeights, loaded_whole, readable_by_parts
-from tracegrad_trainer.utils.free_memory import free_host_memory
 
 _GIB = 1024**3
 _ASK = """

@@ -13,12 +13,12 @@ from transformers import Qwen3Config
 
 from support.trainer.row_samples import VOCABULARY, rows, tiny_model
 from support.trainer.tiny_models import logprobs, make
+from tracegrad.host_memory import free_cgroup_memory
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
 from tracegrad_trainer.engine.model.parallelize import build_model
-from tracegrad_trainer.utils.free_memory import free_cgroup_memory
 
 CPU = FsdpSettings(device="cpu")
 GIB = 1024**3
