@@ -1,4 +1,4 @@
-"""Memory of this host: how much is left, and that what was freed goes back to the system.
+"""Host memory: what is left of it, and what was freed goes back to the system.
 
 glibc keeps what is freed between pieces that are still used: bodies of calls and tensors of ever
 other sizes leave holes that the next ones do not fit, and a process that needs no more grows for

@@ -1,4 +1,4 @@
-"""One `tracegrad run`, once its options are read: what it shows, how it is interrupted, how it ends."""
+"""One `tracegrad run` whose options are read: what it shows, how it is interrupted, how it ends."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pathlib import Path
 import typer
 
 from tracegrad import exporter
-from tracegrad.cli.commands.destructive import USAGE_ERROR
 from tracegrad.cli.render.run_progress import RunProgress
-from tracegrad.cli.store_option import fail
+from tracegrad.cli.store_option import USAGE_ERROR, fail
 from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.runner.agent_launcher import AgentLauncher

@@ -250,20 +250,22 @@ def _translated(ray: Any, hosted: HostedSandbox | None) -> Iterator[None]:
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if not isinstance(cause, Exception):
-            raise SandboxUnavailable(f"ray: {_first_line(error)}") from None
+            raise SandboxUnavailable(f"ray: {_in_one_line(error)}") from None
         raise cause from None
     except ray.exceptions.RayError as error:
         where = "ray" if hosted is None else f"host {hosted.host} is lost"
-        raise SandboxUnavailable(f"{where}: {_first_line(error)}") from None
+        raise SandboxUnavailable(f"{where}: {_in_one_line(error)}") from None
 
 
 def _amounts(demand: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {amount:g}" for name, amount in demand.items())
 
 
-def _first_line(error: Exception) -> str:
+def _in_one_line(error: Exception) -> str:
+    """The first one says what, the last one why: between them is a traceback of the other side."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no more is known'}"[:500]
+    said = " … ".join(dict.fromkeys(each[:300] for each in (*lines[:1], *lines[-1:])))
+    return f"{type(error).__name__}: {said or 'no more is known'}"
 
 
 def check_ray() -> None:
@@ -288,7 +290,7 @@ def _connected(address: str) -> tuple[Any, bool]:
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-        raise ValueError(f"--ray {address}: {_first_line(error)}") from None
+        raise ValueError(f"--ray {address}: {_in_one_line(error)}") from None
     return ray, True
 
 

@@ -20,12 +20,14 @@ from pathlib import Path
 
 from tracegrad.runner.local_sandbox import own_root
 from tracegrad.runner.outcomes import ProcessEnd
+from tracegrad.runner.output_capture import CHUNK, MAX_OUTPUT
 from tracegrad.runner.sandbox import Sandbox, SandboxBackend, SandboxSpec
 from tracegrad.runner.sandbox_backend import ContainerOptions, is_contained, sandbox_backend
 from tracegrad.runner.tar_stream import FileOwner, pack
 
 # Ray's own of its workers: an agent that uses Ray itself is not to join this cluster.
 _OF_RAY = "RAY_"
+_MOST_BEHIND = MAX_OUTPUT // CHUNK  # pieces of output that the runner has not asked for yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,11 @@ class SandboxHost:
         """What it prints, as it comes, and its end. As `Sandbox.run`."""
         assert self._sandbox is not None, "it has been started"
         printed: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+        def echo(some: bytes) -> None:
+            if printed.qsize() < _MOST_BEHIND:
+                printed.put_nowait(some)
+
         hidden = dict.fromkeys(name for name in os.environ if name.startswith(_OF_RAY))
         self._running = running = asyncio.create_task(
             self._sandbox.run(
@@ -121,7 +128,7 @@ class SandboxHost:
                 timeout_s=timeout_s,
                 output=self._temp / "output",
                 marker=marker,
-                echo=printed.put_nowait,
+                echo=echo,
             )
         )
         running.add_done_callback(lambda _: printed.put_nowait(None))

@@ -15,10 +15,9 @@ import typer
 from typer.core import TyperCommand
 
 from tracegrad.call_check import question
-from tracegrad.cli.commands.destructive import USAGE_ERROR
 from tracegrad.cli.commands.score import NO_PROXY
 from tracegrad.cli.run_invocation import RunInvocation
-from tracegrad.cli.store_option import JsonOption, fail
+from tracegrad.cli.store_option import USAGE_ERROR, JsonOption, fail
 from tracegrad.context import proxy_url
 from tracegrad.protocol import EVENTS_PATH
 from tracegrad.runner.agent_install import InstallFailed
