@@ -36,8 +36,19 @@ def ray_cluster(nodes: int, **node: Any) -> Iterator[Any]:
         cluster = Cluster()
         try:
             for _ in range(nodes):
-                cluster.add_node(**_NODE, **node)
+                _add_node(cluster, {**_NODE, **node})
             yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+def _add_node(cluster: Any, node: dict[str, Any]) -> None:
+    """Ray gives it 30 seconds to start, whatever else this machine does."""
+    for is_last in (False, False, True):
+        try:
+            cluster.add_node(**node)
+            return
+        except Exception as error:
+            if is_last or "timed out during startup" not in str(error):
+                raise

@@ -91,6 +91,8 @@ def test_a_lost_host_costs_its_attempts_and_they_are_made_again(
         (["--ray", "auto", "--ray-resource", "CPU=-1"], "'CPU=-1' is not NAME=AMOUNT"),
         (["--ray", "auto", "--ray-resource", "=1"], "'=1' is not NAME=AMOUNT"),
         (["--ray", "ray://127.0.0.1:1"], "run on a host of the cluster"),
+        (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: nobody is there: [Errno 111]"),
+        (["--ray", "127.0.0.1:http"], "--ray 127.0.0.1:http: nobody is there"),
     ],
 )
 def test_wrong_options_are_named(proxy: ProxyWithEngine, arguments: list[str], said: str) -> None:
