@@ -28,9 +28,7 @@ class Worker:
                 asked = json.loads(line)
                 number = asked["number"]
                 if "task" in asked:
-                    running = asyncio.create_task(self._episode(asked))
-                    self._running[number] = running
-                    running.add_done_callback(lambda _, n=number: self._running.pop(n, None))
+                    self._running[number] = asyncio.create_task(self._episode(asked))
                 elif number in self._running:
                     self._running[number].cancel()
             for each in [*self._running.values()]:
@@ -56,6 +54,7 @@ class Worker:
             self.say({"number": asked["number"], **_failed(type(error).__name__, str(error))})
         finally:
             os.environ.pop(variable, None)
+            self._running.pop(asked["number"], None)
 
 
 def _told(task: Any) -> Json:
