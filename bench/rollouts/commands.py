@@ -71,7 +71,8 @@ class Many(RunObserver):
         overhead_s = whole_s + stop_s - seconds.get("queue", 0.0) - sleep_s
         stages = {
             "sandbox": seconds.get("sandbox", 0.0),
-            "process": seconds.get("agent", sleep_s) - sleep_s,
+            "agent": seconds.get("agent", sleep_s) - sleep_s,
+            "reward": seconds.get("reward", 0.0),
             "stop": stop_s,
         }
         stages["other"] = overhead_s - sum(stages.values())
@@ -85,14 +86,15 @@ class Many(RunObserver):
 def sleepers(
     rollouts: Sequence[Rollout], scale: float, spec: SandboxSpec | None = None
 ) -> list[tuple[Task, float]]:
-    """Agents that do nothing but take the time of the rollout's environment, and that time."""
+    """Agents that do nothing but take the time of the rollout's environment, and that time. Their
+    reward is the least command that there is."""
     found = []
     for number, rollout in enumerate(rollouts):
         sleep_s = round(max(FASTEST_S, sum(rollout.steps)) * scale, 3)
         task = Task(
             id=f"sleep {number}",
             command=("sleep", f"{sleep_s}"),
-            reward=None,
+            reward="true",
             sandbox=spec or SandboxSpec(),
         )
         found.append((task, sleep_s))

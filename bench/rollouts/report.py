@@ -186,8 +186,9 @@ def _local(found: Found) -> str:
     ]
     return (
         "Commands by the runner as `tracegrad run` uses it, with a proxy and its store. Each is a"
-        " `sleep`: what it takes beside\nthat is its sandbox, a process, its outcome, its end and"
-        " the sandbox's; waiting for a free place is left out.\n\n"
+        " `sleep` with `true` as its reward:\nwhat it takes beside the sleep is its sandbox, two"
+        " processes, its outcome, its end and the sandbox's. Waiting for a\nfree place is left"
+        " out.\n\n"
         f"{markdown(names, rows)}\n{said}\n"
     )
 

@@ -57,7 +57,7 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
 def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
     found = play(tmp_path, "examples.sql_agent")
     assert found["success_after"] >= found["success_before"] + 0.15
-    assert found["policy_versions"] == 8
+    assert found["policy_versions"] >= 8  # the trainer goes on while the exam is held
 
 
 @pytest.fixture

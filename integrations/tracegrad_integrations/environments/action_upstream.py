@@ -144,7 +144,7 @@ class ActionUpstream:
         if calls is None:
             raise BadRequest("the rollout is no environment's: nobody is there to answer")
         if on_sent is not None:
-            on_sent()
+            on_sent("")
         asked = json.loads(body or b"{}")
         message = await calls.reply(PendingCall(asked))
         if asked.get("stream"):

@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import sys
+from functools import partial
 from typing import Any
 
 Json = dict[str, Any]
@@ -28,12 +29,17 @@ class Worker:
                 asked = json.loads(line)
                 number = asked["number"]
                 if "task" in asked:
-                    self._running[number] = asyncio.create_task(self._episode(asked))
+                    running = asyncio.create_task(self._episode(asked))
+                    self._running[number] = running
+                    running.add_done_callback(partial(self._ended, number))
                 elif number in self._running:
                     self._running[number].cancel()
             for each in [*self._running.values()]:
                 each.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    def _ended(self, number: int, _: asyncio.Task[None]) -> None:
+        self._running.pop(number, None)
 
     def say(self, what: Json) -> None:
         self._out.write(json.dumps(what) + "\n")
@@ -54,7 +60,6 @@ class Worker:
             self.say({"number": asked["number"], **_failed(type(error).__name__, str(error))})
         finally:
             os.environ.pop(variable, None)
-            self._running.pop(asked["number"], None)
 
 
 def _told(task: Any) -> Json:

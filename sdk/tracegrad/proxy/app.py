@@ -194,7 +194,7 @@ def create_app(
     app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
     app.router.routes.append(metrics_route(metrics))
     pushes = links.pushes if links is not None else OwnGate(gate)
-    app.include_router(make_control_router(recorder, pushes, store))
+    app.include_router(make_control_router(recorder, pushes, store, settings.upstreams))
     app.include_router(make_intake_router(intake, metrics))
     app.include_router(make_tasks_router(store))
     app.include_router(make_feedback_router(recorder, store))
@@ -261,7 +261,7 @@ def _upstream(
         )
 
     pushed = PushedWeights(gate)
-    return UpstreamPool(
+    pool = UpstreamPool(
         settings.upstreams,
         kind=settings.upstream_kind,
         api_key=api_key,
@@ -271,7 +271,11 @@ def _upstream(
         restarted=pushed.were_replaced,
         others=links.log if links is not None else None,
         calls=links.in_flight if links is not None else (),
+        is_held=gate.holds,
+        canary=lambda: gate.canary,
     )
+    gate.on_release = pool.release_held
+    return pool
 
 
 def _hot_routes(services: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:
