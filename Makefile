@@ -46,8 +46,8 @@ bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop an
 bench-kills: install-dev  ## the demo's task while its processes are killed, 105 times; writes docs/bench-kills.md
 	@exec $(BIN)/python -m bench.kills
 
-bench-rollouts: install-dev  ## rollouts a minute and the engine's idle share under four schedules; writes docs/bench-rollouts.md
-	@exec $(BIN)/python -m bench.rollouts
+bench-rollouts: install-dev  ## rollouts a minute under four schedules (HARBOR_PYTHON: one with harbor), what a rollout takes; writes docs/bench-rollouts.md
+	@exec $(BIN)/python -m bench.rollouts $(if $(HARBOR_PYTHON),--harbor-python $(HARBOR_PYTHON))
 
 soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
 	@exec $(BIN)/python -m bench.soak

@@ -27,7 +27,7 @@ async def main() -> None:
         """Of Harbor's, as far as its queue knows it."""
 
         def __init__(self, config: Any) -> None:
-            self._rollout = config.rollout
+            self.config = config
 
         @classmethod
         async def create(cls, config: Any) -> Trial:
@@ -36,7 +36,7 @@ async def main() -> None:
         def add_hook(self, *_: object) -> None: ...
 
         async def run(self) -> Any:
-            await engine.play(self._rollout)
+            await engine.play(self.config.rollout)
             return SimpleNamespace(recorded_exceptions=list)
 
     agent = SimpleNamespace(n_concurrent=None)

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-from bench.rollouts.local import Many
+from bench.rollouts.commands import Many
+from bench.rollouts.containers import AT_ONCE, WARM, Containers
 from bench.rollouts.schedules import Measured
 from bench.rollouts.workload import (
     FASTEST_S,
@@ -20,7 +21,6 @@ from bench.rollouts.workload import (
     TURNS,
 )
 from bench.tables import Goal, goal_table, markdown, number
-from tracegrad.events import Outcome
 
 RUNNER, BARRIER = "this runner", "gather of each batch"
 _INTRODUCTION = """\
@@ -37,7 +37,8 @@ in minutes of the workload. {cores} cores, load {load:.1f} when it began, {machi
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`rounds`: each schedule's of each round, by name. `single`, `many`: local processes."""
+    """`rounds`: each schedule's of each round, by name. `single`, `many`: local processes.
+    `containers`: or why there are none."""
 
     rounds: Sequence[Mapping[str, Measured]]
     concurrency: int
@@ -46,6 +47,7 @@ class Found:
     single: Many
     many: Many
     many_at_once: int
+    containers: Containers | str
 
 
 def ratio(found: Found) -> float:
@@ -60,8 +62,8 @@ def growth(many: Many) -> float:
 
 
 def goals(found: Found) -> list[Goal]:
-    rise, single = ratio(found), [each.overhead_s * 1000 for each in found.single.ended_]
-    p50, errors = median(single), _errors(found.many)
+    rise, errors = ratio(found), found.many.errors
+    p50, _ = overhead_ms(found.single)
     most, grown = found.many.most_at_once, growth(found.many)
     return [
         Goal(
@@ -76,6 +78,7 @@ def goals(found: Found) -> list[Goal]:
             f"{p50:.0f} ms",
             p50 < 50,
         ),
+        *([] if isinstance(found.containers, str) else _of_containers(found.containers)),
         Goal(
             f"{found.many_at_once} local rollouts at once, {len(found.many.ended_):,} in all",
             "no error",
@@ -91,10 +94,24 @@ def goals(found: Found) -> list[Goal]:
     ]
 
 
-def _errors(many: Many) -> int:
-    return sum(
-        count for outcome, count in many.outcomes.items() if outcome is not Outcome.COMPLETED
-    )
+def _of_containers(containers: Containers) -> list[Goal]:
+    p50, p99 = overhead_ms(containers.warm)
+    whole = containers.warm.errors == 0
+    return [
+        Goal(
+            "one in a warm Docker sandbox, median",
+            "below 400 ms",
+            f"{p50:.0f} ms",
+            p50 < 400 and whole,
+        ),
+        Goal("the same, p99", "below 1,500 ms", f"{p99:,.0f} ms", p99 < 1500 and whole),
+    ]
+
+
+def overhead_ms(many: Many) -> tuple[float, float]:
+    """p50 and p99."""
+    found = [each.overhead_s * 1000 for each in many.ended_]
+    return median(found), quantiles(found, n=100, method="inclusive")[98]
 
 
 def page(found: Found) -> str:
@@ -145,23 +162,17 @@ def _schedules(found: Found) -> str:
 
 
 def _local(found: Found) -> str:
-    rows = []
-    for name, many in (("a few at once", found.single), ("many at once", found.many)):
-        overhead = [each.overhead_s * 1000 for each in many.ended_]
-        rows.append(
-            [
-                name,
-                f"{len(many.ended_):,}",
-                str(many.most_at_once),
-                number(median(overhead)),
-                ", ".join(
-                    f"{stage} {number(median(each.stages[stage] for each in many.ended_) * 1000)}"
-                    for stage in many.ended_[0].stages
-                ),
-                number(quantiles(overhead, n=100)[98]),
-                number(len(many.ended_) / many.seconds),
-                number(max(many.rss_mib)),
-            ]
+    rows = [_row("processes, a few at once", found.single), _row("processes, many", found.many)]
+    containers = found.containers
+    if isinstance(containers, str):
+        said = f"Containers were not measured: {containers}."
+    else:
+        rows.append(_row("containers, warm", containers.warm))
+        rows.append(_row("containers, cold", containers.cold))
+        said = (
+            f"Containers of {containers.image}, 1 CPU and 256 MiB each. Warm: {AT_ONCE} agents at"
+            f" once and {WARM} containers ready or\nstarting, the first {WARM} left out. Cold:"
+            " each starts when it is asked for."
         )
     names = [
         "",
@@ -174,8 +185,27 @@ def _local(found: Found) -> str:
         "runner, MiB",
     ]
     return (
-        "Processes of this machine, by the runner as `tracegrad run` uses it, with a proxy and its"
-        " store. Each is a `sleep`:\nwhat it takes beside that is opening the rollout, a folder, a"
-        " process, its outcome and its end; waiting for a free\nplace is left out.\n\n"
-        + markdown(names, rows)
+        "Commands by the runner as `tracegrad run` uses it, with a proxy and its store. Each is a"
+        " `sleep` with `true` as its reward:\nwhat it takes beside the sleep is its sandbox, two"
+        " processes, its outcome, its end and the sandbox's. Waiting for a\nfree place is left"
+        " out.\n\n"
+        f"{markdown(names, rows)}\n{said}\n"
     )
+
+
+def _row(name: str, many: Many) -> list[str]:
+    p50, p99 = overhead_ms(many)
+    stages = {
+        stage: median(each.stages[stage] * 1000 for each in many.ended_)
+        for stage in many.ended_[0].stages
+    }
+    return [
+        name,
+        f"{len(many.ended_):,}",
+        str(many.most_at_once),
+        number(p50),
+        ", ".join(f"{stage} {number(value)}" for stage, value in stages.items()),
+        number(p99),
+        number(len(many.ended_) / many.seconds),
+        number(max(many.rss_mib)),
+    ]

@@ -35,9 +35,26 @@ if TYPE_CHECKING:
     from .run import Result
 
 ROOT = Path(".tracegrad/cli-agent")
-REQUIRED_RISE = 0.3
 # Standard errors of the difference that are no rise.
 CHANCE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """`groups`: that a step takes. `tasks`: of an exam. `required`: by what a seed must rise; None:
+    so few tasks say nothing."""
+
+    seeds: int
+    steps: int
+    groups: int
+    tasks: int
+    required: float | None
+    controls: bool
+
+
+LONG = Form(seeds=3, steps=3, groups=6, tasks=60, required=0.3, controls=True)
+# What CI runs: that attempts in containers are trained and examined, not how far they come.
+SHORT = Form(seeds=1, steps=2, groups=2, tasks=6, required=None, controls=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +69,22 @@ class Variant:
     coin: bool = False
 
 
-def variants(seeds: int) -> list[Variant]:
-    return [
-        *(Variant(f"seed {seed}", rises=True, seed=seed) for seed in range(seeds)),
+def variants(form: Form) -> list[Variant]:
+    seeds = [Variant(f"seed {seed}", rises=True, seed=seed) for seed in range(form.seeds)]
+    controls = [
         # Weights that do not change need no second step.
         Variant("learning rate 0", rises=False, steps=1, learning_rate=0.0),
         Variant("rewards by a coin", rises=False, coin=True),
     ]
+    return [*seeds, *(controls if form.controls else [])]
 
 
-def verdict(variant: Variant, before: Score, after: Score) -> str | None:
+def verdict(variant: Variant, required: float | None, before: Score, after: Score) -> str | None:
     """What is wrong, or None."""
     rise = after.rate - before.rate
     error = (before.error**2 + after.error**2) ** 0.5
-    if variant.rises and rise < REQUIRED_RISE:
-        return f"rose by {rise:+.2f}; at least {REQUIRED_RISE:+.2f} is expected"
+    if variant.rises and required is not None and rise < required:
+        return f"rose by {rise:+.2f}; at least {required:+.2f} is expected"
     if not variant.rises and rise > CHANCE * error:
         return f"rose by {rise:+.2f}, more than chance ({CHANCE * error:.2f})"
     return None
@@ -76,6 +94,7 @@ def main() -> int:
     # Ctrl-C during the seconds of imports, when nothing runs yet, ends us without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = _options()
+    form = SHORT if options.short else LONG
     screen = Screen()
     port = find_free_port()
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
@@ -94,17 +113,17 @@ def main() -> int:
         sandboxes.install(screen, spec)
         recipe = Recipe()
         model = screen.warm_start(recipe.steps, lambda seen: warm_start(ROOT, recipe, seen))
-        for variant in variants(options.seeds)[: options.variants]:
+        for variant in variants(form)[: options.variants]:
             screen.say(f"\n[bold]{variant.name}[/]")
             plan = Plan(
                 port=port,
                 state_dir=folder / variant.name.replace(" ", "-"),
                 seed=variant.seed,
-                steps=options.steps if variant.steps is None else variant.steps,
+                steps=form.steps if variant.steps is None else variant.steps,
+                groups=form.groups,
                 learning_rate=variant.learning_rate,
                 coin=variant.coin,
-                held_out=options.tasks,
-                temperature=options.temperature,
+                held_out=form.tasks,
                 examine_first=before is None,
             )
             result = run(plan, model, partial(sandboxes.opened, spec), screen)
@@ -117,20 +136,25 @@ def main() -> int:
         screen.say(f"[red]cli-agent:[/] {error}")
         return 1
     assert before is not None
-    wrong = _report(before, results, screen)
+    wrong = _report(before, results, form.required, screen)
     seconds = round(time.monotonic() - started)
     print(json.dumps(_summary(before, results) | {"seconds": seconds}), flush=True)
     return 1 if wrong else 0
 
 
-def _report(before: Score, results: Sequence[tuple[Variant, Result]], screen: Screen) -> list[str]:
+def _report(
+    before: Score,
+    results: Sequence[tuple[Variant, Result]],
+    required: float | None,
+    screen: Screen,
+) -> list[str]:
     """A table; what is wrong, a line each."""
     table = Table(box=None, padding=(0, 3, 0, 0))
     for name in ("held-out success", "before", "after", "versions", "attempts", "as it must"):
         table.add_column(name)
     wrong = []
     for variant, result in results:
-        problem = verdict(variant, before, result.after)
+        problem = verdict(variant, required, before, result.after)
         if problem:
             wrong.append(f"{variant.name}: {problem}")
         table.add_row(
@@ -166,20 +190,11 @@ def _summary(before: Score, results: Sequence[tuple[Variant, Result]]) -> dict[s
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make cli-agent", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="the form that CI runs: one seed")
+    parser.add_argument("--short", action="store_true", help="what CI runs: one seed, few tasks")
     parser.add_argument("--local", action="store_true", help="processes instead of containers")
     parser.add_argument("--image", default=None, help="with a Python 3; default: built here")
     parser.add_argument("--variants", type=int, default=None, help="only the first so many runs")
-    parser.add_argument("--steps", type=int, default=None, help="optimizer steps of a seed")
-    parser.add_argument("--tasks", type=int, default=None, help="held-out tasks of an exam, of 60")
-    options = parser.parse_args()
-    # A few tasks say more of what is likeliest than of what is sampled: the short form is greedy.
-    options.temperature = 0.0 if options.short else 1.0
-    options.seeds = 1 if options.short else 3
-    options.variants = options.variants or (1 if options.short else None)
-    options.steps = options.steps or (3 if options.short else 4)
-    options.tasks = options.tasks or (12 if options.short else 60)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -23,13 +23,12 @@ from tracegrad.runner.scheduler import Ticket
 from . import tasks
 from .sandboxes import Sandboxes, Unusable, Work
 
-GROUPS, SAMPLES = 6, 4
+SAMPLES = 4
 # After so many attempts of which none was scored something else is wrong than bad luck.
 HOPELESS = 6
 SERVE: Mapping[str, object] = {
     "ranks": 1,
     "data.tags": '{"split": "train"}',
-    "batches.groups": GROUPS,
     "batches.group_size": SAMPLES,
     "batches.tokens_per_micro_batch": 2048,
     # A minute of CPU lies in a batch, and a second in a step: nothing is sampled ahead of one.
@@ -53,11 +52,11 @@ class Plan:
     port: int
     state_dir: Path
     seed: int = 0
-    steps: int = 4
+    steps: int = 3
+    groups: int = 6  # of SAMPLES attempts: what a step takes
     learning_rate: float | None = None
     coin: bool = False
     held_out: int = 60
-    temperature: float = 1.0  # of the exams
     examine_first: bool = True
 
 
@@ -73,7 +72,7 @@ class Result:
 
 def run(plan: Plan, model: Path, sandboxes: OpenSandboxes, screen: Screen) -> Result:
     """Raises ChildError when a process of the stack does not come or stay, and Unusable."""
-    settings = dict(SERVE) | {"seed": plan.seed}
+    settings = dict(SERVE) | {"seed": plan.seed, "batches.groups": plan.groups}
     if plan.learning_rate is not None:
         settings["optim.lr"] = plan.learning_rate
     with acts.serving(plan.port, model, plan.state_dir, settings, screen) as stage:
@@ -123,14 +122,15 @@ class _Run(RunObserver):
 
             self._told = told
             logs = self._plan.state_dir / "attempts"
-            work = Work(split="held_out", attempts=1, temperature=self._plan.temperature)
-            await places.attempt(asked, work, logs=logs, observer=self)
+            await places.attempt(
+                asked, Work(split="held_out", attempts=1), logs=logs, observer=self
+            )
         return score
 
     async def _learn(self, places: Sandboxes) -> None:
         if not self._plan.steps:
             return
-        recent: deque[float] = deque(maxlen=2 * GROUPS * SAMPLES)
+        recent: deque[float] = deque(maxlen=2 * self._plan.groups * SAMPLES)
         with self._screen.phase("training, while the agent works", self._plan.steps) as phase:
 
             def told(attempt: Attempt) -> None:
@@ -140,7 +140,7 @@ class _Run(RunObserver):
             self._told = told
             work = Work(split="train", attempts=SAMPLES, coin=self._plan.coin)
             # Groups without signal make no step; an agent that is always right would work for ever.
-            most = self._plan.steps * GROUPS * acts.GROUPS_AT_MOST
+            most = self._plan.steps * self._plan.groups * acts.GROUPS_AT_MOST
             await places.attempt(
                 islice(tasks.train_tasks(self._plan.seed), most),
                 work,

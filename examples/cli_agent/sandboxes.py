@@ -9,18 +9,17 @@ from pathlib import Path
 
 from examples.shop.screen import Screen
 
-from tracegrad import Rollout, intake
+from tracegrad import intake
 from tracegrad.context import proxy_url
 from tracegrad.runner.agent_install import InstallFailed, install_agent
 from tracegrad.runner.agent_launcher import AgentLauncher
-from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, Prepare, run_attempt
+from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, run_attempt
 from tracegrad.runner.driver import Driver, RunObserver, unpaced
 from tracegrad.runner.recipe_files import find_recipe
-from tracegrad.runner.sandbox import Sandbox, SandboxBackend, SandboxSpec
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
 from tracegrad.runner.sandbox_backend import ContainerOptions, check_docker, sandbox_backend
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
-from tracegrad.runner.task import AgentCommand
 from tracegrad.runner.task import Task as RunnerTask
 
 from .tasks import Split, Task, workspace
@@ -39,7 +38,6 @@ class Work:
 
     split: Split
     attempts: int
-    temperature: float = 1.0
     coin: bool = False
 
 
@@ -75,7 +73,7 @@ class Sandboxes:
             backend=self._backend,
             logs=logs,
             limits=StageLimits(AGENTS, starts=2),
-            prepare=self._at(work.temperature),
+            prepare=self._launcher,
             held_out=work.split == "held_out",
         )
 
@@ -91,16 +89,6 @@ class Sandboxes:
                 scheduler, execute, pace=lambda: _place(driver, enough), observer=observer
             )
         await driver.run()
-
-    def _at(self, temperature: float) -> Prepare:
-        """mini-swe-agent takes its settings from its command, too."""
-
-        def prepare(task: RunnerTask, opened: Rollout, sandbox: Sandbox) -> AgentCommand:
-            found = self._launcher(task, opened, sandbox)
-            setting = ("-c", f"model.model_kwargs.temperature={temperature:g}")
-            return replace(found, command=(*found.command, *setting))
-
-        return prepare
 
     def _runner_task(self, task: Task, work: Work) -> RunnerTask:
         return self._launcher.add(

@@ -36,7 +36,10 @@ class Recipe(Schedule):
 
     careless: float = 0.65  # share of demonstrations that tell `wc` the name
     again: float = 0.1  # of those that do their work twice
+    hidden: int = 64
+    layers: int = 3
     steps: int = 300
+    learning_rate: float = 4e-3
     vocab_size: int = 520
 
 

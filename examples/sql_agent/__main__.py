@@ -22,14 +22,20 @@ def main() -> int:
     short = parser.parse_args().short
     started = time.monotonic()
     seeds, steps, tasks, required = (1, 8, 90, 0.15) if short else (3, 16, 120, 0.3)
-    found, wrong = controls.run(
-        controls.variants(seeds=seeds, model_seeds=not short)[: 1 if short else None],
-        demo="examples.sql_agent.demo",
-        steps=steps,
-        tasks=tasks,
-        required=required,
-        console=Console(highlight=False),
-    )
+    try:
+        found, wrong = controls.run(
+            controls.variants(seeds=seeds, model_seeds=not short)[: 1 if short else None],
+            demo="examples.sql_agent.demo",
+            steps=steps,
+            tasks=tasks,
+            required=required,
+            console=Console(highlight=False),
+        )
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:
+        print(f"sql-agent: {error}", file=sys.stderr)
+        return 1
     for line in wrong:
         print(line, file=sys.stderr)
     seconds = round(time.monotonic() - started)

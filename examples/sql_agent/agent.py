@@ -6,7 +6,7 @@
              └──── right ──► execute ─ error┘
                                 └──── rows ──► end
 
-It knows nothing of training.
+After MAX_REWRITES a query is executed whatever the check says. It knows nothing of training.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SqlAgent:
         self._graph = graph.compile()
 
     async def answer(self, question: str, temperature: float = 1.0) -> Rows | None:
-        """What its last query gave; None if that failed or was found wrong after MAX_REWRITES."""
+        """What its last query gave; None if that failed."""
         state = await self._graph.ainvoke(
             State(
                 messages=[SystemMessage(SCHEMA), HumanMessage(question)],
@@ -103,9 +103,8 @@ class SqlAgent:
 
 
 def _after_check(state: State) -> Next:
-    if state["problem"] is None:
-        return "execute"
-    return "rewrite" if state["rewrites"] < MAX_REWRITES else END
+    wrong = state["problem"] is not None
+    return "rewrite" if wrong and state["rewrites"] < MAX_REWRITES else "execute"
 
 
 def _after_execute(state: State) -> Next:

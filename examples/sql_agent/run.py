@@ -26,7 +26,7 @@ def attempts(plan: Plan) -> Attempt:
 
 PLAY = Play(
     title="A LangGraph agent that writes SQL, trained while it works",
-    settings=SERVE,
+    settings={**SERVE, "optim.lr": 7e-4},
     steps=16,
     groups=16,
     samples=8,

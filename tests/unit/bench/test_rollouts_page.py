@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 from bench.rollouts import schedules
-from bench.rollouts.local import Ended, Many, sleepers
+from bench.rollouts.commands import Ended, Many, sleepers
+from bench.rollouts.containers import Containers
 from bench.rollouts.report import BARRIER, RUNNER, Found, goals, growth, page
 from bench.rollouts.schedules import Measured
 from bench.rollouts.workload import FASTEST_S, SLOWEST_S, Engine, Rollout, workload
@@ -86,6 +87,8 @@ def measured(name: str, per_minute: float) -> Measured:
     return Measured(name, 64, 1.0, per_minute, 0.5)
 
 
+TAILED = many(0.3, [40.0] * 20)
+TAILED.ended_[-1] = replace(TAILED.ended_[-1], overhead_s=3.0)
 FOUND = Found(
     rounds=[{BARRIER: measured(BARRIER, 100.0), RUNNER: measured(RUNNER, 260.0)}],
     concurrency=8,
@@ -94,13 +97,22 @@ FOUND = Found(
     single=many(0.02, [40.0] * 10),
     many=many(0.2, [40.0] * 20),
     many_at_once=20,
+    containers=Containers("busybox", many(0.3, [40.0] * 10), many(0.9, [40.0] * 3)),
 )
 
 
 def test_goals_that_are_met() -> None:
-    assert [goal.met for goal in goals(FOUND)] == [True] * 4
-    assert "| this runner | 64 | 260 | 260 to 260 | 50% |" in page(FOUND)
-    assert "| a few at once | 10 | 20 | 20.0 | process 20.0, other 0.00 | 20.0 |" in page(FOUND)
+    assert [goal.met for goal in goals(FOUND)] == [True] * 6
+    said = page(FOUND)
+    assert "| this runner | 64 | 260 | 260 to 260 | 50% |" in said
+    assert "| processes, a few at once | 10 | 20 | 20.0 | process 20.0, other 0.00 | 20.0 |" in said
+    assert "| containers, cold | 3 | 20 | 900 | process 900, other 0.00 | 900 |" in said
+
+
+def test_without_an_engine_the_page_says_why() -> None:
+    found = replace(FOUND, containers="no Docker engine at unix:///nowhere")
+    assert len(goals(found)) == 4
+    assert "Containers were not measured: no Docker engine at unix:///nowhere.\n" in page(found)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +120,16 @@ def test_goals_that_are_met() -> None:
     [
         ({"rounds": [{BARRIER: measured(BARRIER, 110.0), RUNNER: measured(RUNNER, 260.0)}]}, 0),
         ({"single": many(0.06, [40.0] * 10)}, 1),
-        ({"many": many(0.2, [40.0] * 20, Outcome.INFRA_ERROR)}, 2),
-        ({"many_at_once": 21}, 2),
-        ({"many": many(0.2, [40.0 + number for number in range(20)])}, 3),
+        ({"containers": Containers("x", many(0.41, [40.0] * 10), many(0.9, [4.0] * 2))}, 2),
+        ({"containers": Containers("x", TAILED, many(0.9, [4.0] * 2))}, 3),
+        ({"many": many(0.2, [40.0] * 20, Outcome.INFRA_ERROR)}, 4),
+        ({"many_at_once": 21}, 4),
+        ({"many": many(0.2, [40.0 + number for number in range(20)])}, 5),
     ],
 )
 def test_goals_that_are_missed(change: dict[str, object], missed: int) -> None:
     found = replace(FOUND, **change)  # type: ignore[arg-type]
-    assert [goal.met for goal in goals(found)] == [number != missed for number in range(4)]
+    assert [goal.met for goal in goals(found)] == [number != missed for number in range(6)]
     assert "**no**" in page(found)
 
 

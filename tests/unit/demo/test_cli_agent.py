@@ -95,7 +95,7 @@ def test_most_demonstrations_are_careless_and_all_submit() -> None:
     assert careless / 400 == pytest.approx(recipe.careless, abs=0.08)
 
 
-SEED, *_, STILL, COIN = cli.variants(3)
+SEED, *_, STILL, COIN = cli.variants(cli.LONG)
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,9 @@ SEED, *_, STILL, COIN = cli.variants(3)
     ],
 )
 def test_what_a_run_must_do(variant: cli.Variant, after: int, wrong: str | None) -> None:
-    assert cli.verdict(variant, Score(20, 60), Score(after, 60)) == wrong
+    assert cli.verdict(variant, 0.3, Score(20, 60), Score(after, 60)) == wrong
+
+
+def test_the_short_form_does_not_ask_how_far_it_rose() -> None:
+    (seed,) = cli.variants(cli.SHORT)
+    assert cli.verdict(seed, cli.SHORT.required, Score(3, 6), Score(0, 6)) is None

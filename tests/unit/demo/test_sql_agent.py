@@ -144,9 +144,16 @@ async def test_what_sqlite_says_is_read_by_the_model(play: Any, opened: Any) -> 
     assert fake.asked[2][-1].text == "no such column: unit. Rewrite it."
 
 
-@pytest.mark.parametrize("bad", [("SELECT 1", "no"), ("SELECT x", "yes"), ("", "what?")])
-async def test_it_ends_without_an_answer(play: Any, bad: tuple[str, str]) -> None:
-    rows, fake = await play(*bad * (1 + agent.MAX_REWRITES))
+@pytest.mark.parametrize("said", ["no", "what?"])
+async def test_the_last_query_is_executed_whatever_the_check_says(play: Any, said: str) -> None:
+    rows, fake = await play("SELECT 1", said, "SELECT 2", said, "SELECT 3", said)
+    assert rows == ((3,),)
+    assert fake.replies == []
+
+
+@pytest.mark.parametrize("said", ["no", "yes"])
+async def test_it_ends_without_an_answer(play: Any, said: str) -> None:
+    rows, fake = await play(*("SELECT x", said) * (1 + agent.MAX_REWRITES))
     assert rows is None
     assert fake.replies == []
 

@@ -33,11 +33,16 @@ def baked(layer: AgentLayer, first: Path | None = None) -> subprocess.CompletedP
     path = os.pathsep.join([*([str(first)] if first else []), os.environ["PATH"]])
     return subprocess.run(
         ["/bin/sh", "-ec", "\n".join(layer.lines)],
-        env={"PATH": path},
+        env={"PATH": path, "PYTHONPYCACHEPREFIX": f"{prefix_of(layer)}.byte-code"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def prefix_of(layer: AgentLayer) -> str:
+    """Of the one folder that is copied in, where there is one."""
+    return next(iter(layer.files), "/nowhere")
 
 
 def said(recipe: Recipe, prefix: str, *command: str, **environ: str) -> str:
@@ -68,10 +73,25 @@ def test_an_environment_of_pip_is_moved_to_the_images_python(tmp_path: Path) -> 
     script = folder / "bin" / "toy"
     script.write_text(f"#!{folder}/bin/python\nimport toy\nprint(toy.P)\n")
     script.chmod(0o755)
-    done = baked(agent_layer(pip, InstalledAgent(folder), prefix=prefix))
+    # As pip writes it where the path is longer than a first line may be.
+    far = folder / "bin" / "far"
+    far.write_text(f"""#!/bin/sh
+'''exec' {folder}/bin/python "$0" "$@"
+' '''
+import sys, toy
+print(toy.P, *sys.argv[1:])
+""")
+    far.chmod(0o755)
+    layer = agent_layer(pip, InstalledAgent(folder), prefix=prefix)
+    done = baked(layer)
     assert done.returncode == 0, done.stderr
     shutil.rmtree(folder)
+    byte_code = {
+        path.name.split(".")[0] for path in Path(f"{prefix_of(layer)}.byte-code").rglob("*")
+    }
+    assert {"argparse", "decoder"} <= byte_code
     assert said(pip, prefix, "toy") == f"{prefix}/toy@1.0\n"
+    assert said(pip, prefix, "far", "two words") == f"{prefix}/toy@1.0 two words\n"
 
 
 def test_under_another_python_it_is_installed_anew(tmp_path: Path) -> None:

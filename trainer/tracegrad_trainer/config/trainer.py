@@ -403,6 +403,28 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _versions_are_served_side_by_side(self) -> Self:
+        rolls, tries = self.push.rollout == "rolling", self.promotion.gate == "canary"
+        if rolls and len(self.engine_urls) < 2:
+            raise ValueError(
+                "push.rollout = 'rolling': there is one engine, and nobody takes its calls"
+                " meanwhile; name further ones (push.engines, or vllm.urls), or leave it out"
+            )
+        if tries and len(self.engine_urls) < 2:
+            raise ValueError(
+                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
+                " there is one engine; name a further one (push.engines, or vllm.urls), or set"
+                " promotion.gate = 'held_out'"
+            )
+        if (rolls or tries) and self.push.kv_cache == "keep":
+            name = "push.rollout = 'rolling'" if rolls else "promotion.gate = 'canary'"
+            raise ValueError(
+                f"push.kv_cache = 'keep': with {name} engines have different versions, and a call"
+                " does not know which one's cache it will read; set push.kv_cache = 'recompute'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_takes_transport(self) -> Self:
         transport = self.push.transport
         if self.push.kv_cache == "keep" and self.gpus.share:

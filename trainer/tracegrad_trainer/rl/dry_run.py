@@ -30,6 +30,7 @@ from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.model.sharded_load import empty_model
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
+from tracegrad_trainer.rewards.judge_groups import JudgeGroup, groups_to_judge
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
 from tracegrad_trainer.rl.coordinator import (
     MAX_REFILLS,
@@ -95,6 +96,9 @@ class StepPlan:
     titles: dict[str, str]  # of the waiting tasks, by id
     live_prompts: int | None  # that would be sampled again; None: none are (`resample.prompts`)
     not_resampled: dict[str, int]  # reason -> rollouts
+    judge_groups: list[JudgeGroup] | None  # not judged yet; None: none are (`rewards.judge.groups`)
+    not_judged: int  # rollouts that do not say what they were asked
+    uses: dict[str, list[str]]  # setting -> rollouts that it would use now
 
     @property
     def tokens(self) -> int:
@@ -119,6 +123,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     )
     failed = store.failed_versions()
     live, not_resampled = _live_prompts(settings, store)
+    judge_groups, not_judged = _judge_groups(settings, store)
 
     def choose(groups: Sequence[Group]) -> TrainingSelection:
         return select(
@@ -168,17 +173,53 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         scoring_failures=_scoring_failures(settings, store),
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},
-        live_prompts=live,
+        live_prompts=None if live is None else len(live),
         not_resampled=not_resampled,
+        judge_groups=judge_groups,
+        not_judged=not_judged,
+        uses=_uses(groups, judge_groups, live),
     )
 
 
-def _live_prompts(settings: TrainerSettings, store: Store) -> tuple[int | None, dict[str, int]]:
+def _live_prompts(
+    settings: TrainerSettings, store: Store
+) -> tuple[list[str] | None, dict[str, int]]:
     if settings.resample.prompts == "none":
         return None, {}
     held_out = settings.promotion.held_out
-    found, reasons = LivePrompts(store, settings.resample, held_out).count()
+    found, reasons = LivePrompts(store, settings.resample, held_out).usable()
     return found, dict(reasons)
+
+
+def _judge_groups(settings: TrainerSettings, store: Store) -> tuple[list[JudgeGroup] | None, int]:
+    judge = settings.rewards.judge
+    if judge is None or judge.groups == "task":
+        return None, 0
+    return groups_to_judge(
+        store,
+        judge,
+        tags=settings.data.tags,
+        size=settings.batches.group_size,
+        incomplete_after_s=settings.data.incomplete_after_s,
+        held_out=settings.promotion.held_out,
+    )
+
+
+def _uses(
+    groups: Sequence[Group], to_judge: Sequence[JudgeGroup] | None, live: Sequence[str] | None
+) -> dict[str, list[str]]:
+    """Which rule would use which rollout, of those that one would use now."""
+    found = {
+        "objective.advantage": [one.rollout_id for group in groups for one in group.rollouts],
+        "rewards.judge.groups": [
+            name
+            for group in to_judge or ()
+            if group.smaller_in_s is not None
+            for name in group.rollouts
+        ],
+        "resample.prompts": list(live or ()),
+    }
+    return {rule: rollouts for rule, rollouts in found.items() if rollouts}
 
 
 def _scoring_failures(settings: TrainerSettings, store: Store) -> list[ScoringFailure]:

@@ -81,7 +81,9 @@ def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -
     private_folder(placed.state_dir / "run")
     file = write_resolved_settings(placed)
     ranks = RankProcesses(placed, file)
-    assert ranks.env["CUDA_VISIBLE_DEVICES"] == "3"
+    # Its own first; it shares memory with vLLM's.
+    assert placed.push.transport == "ipc"
+    assert ranks.env["CUDA_VISIBLE_DEVICES"] == "3,0,1,2"
     read = json.loads(file.read_text())
     assert read["gpus"] | {"vllm": "0-2", "train": "3", "share": False} == read["gpus"]
     assert read["vllm"]["data_parallel"] == 3

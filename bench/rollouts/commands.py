@@ -1,13 +1,12 @@
-"""Rollouts that are processes of this machine, by the runner as `tracegrad run` uses it, with a
-real proxy: what each takes beside its agent, and many of them at once."""
+"""Rollouts that are commands, by the runner as `tracegrad run` uses it, with a real proxy: what
+each takes beside its agent, and many of them at once."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt
 from tracegrad.runner.driver import RunObserver
 from tracegrad.runner.local_sandbox import LocalSandboxes
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
 from tracegrad.runner.scheduler import Ticket
 from tracegrad.runner.task import Task
 from tracegrad.runner.task_run import RunSettings, TaskRun
@@ -42,60 +42,85 @@ class Many(RunObserver):
     """What became of a run's attempts."""
 
     sleeps: dict[str, float]
-    began: dict[str, float] = field(default_factory=dict)
-    ended_: list[Ended] = field(default_factory=list)
+    ended_: list[Ended] = field(default_factory=list)  # in the order of their beginnings
     rss_mib: list[float] = field(default_factory=list)  # of this process, after each
-    at_once: int = 0
-    most_at_once: int = 0
+    most_at_once: int = 0  # agents
     seconds: float = 0.0
+    agents: Callable[[], int] = lambda: 0
+    _began: dict[str, float] = field(default_factory=dict)
+    _found: list[tuple[float, Attempt, float]] = field(default_factory=list)
 
     def begun(self, ticket: Ticket, rollout_id: str) -> None:
-        self.began[rollout_id] = time.monotonic()
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
+        self._began[rollout_id] = time.monotonic()
+        self.most_at_once = max(self.most_at_once, self.agents())
 
     def ended(self, ticket: Ticket, attempt: Attempt) -> None:
-        self.at_once -= 1
-        whole_s = time.monotonic() - self.began.pop(attempt.rollout_id)
-        waited_s = attempt.seconds.get("queue", 0.0)
-        sleep_s = self.sleeps[attempt.task_id]
-        overhead_s = whole_s - waited_s - sleep_s
-        stages = {
-            "folder": attempt.seconds.get("sandbox", 0.0),
-            "process": attempt.seconds.get("agent", sleep_s) - sleep_s,
-        }
-        stages["other"] = overhead_s - sum(stages.values())
-        self.ended_.append(Ended(attempt.outcome, overhead_s, stages))
+        self.most_at_once = max(self.most_at_once, self.agents())
+        began = self._began.pop(attempt.rollout_id)
+        self._found.append((began, attempt, time.monotonic() - began))
         self.rss_mib.append(psutil.Process().memory_info().rss / 2**20)
 
+    def stopped(self) -> None:
+        """All of them: an attempt has its outcome before its sandbox stops."""
+        in_order = sorted(self._found, key=lambda each: each[0])
+        self.ended_ = [self._of(attempt, whole_s) for _, attempt, whole_s in in_order]
+
+    def _of(self, attempt: Attempt, whole_s: float) -> Ended:
+        seconds, sleep_s = attempt.seconds, self.sleeps[attempt.task_id]
+        stop_s = seconds.get("stop", 0.0)
+        overhead_s = whole_s + stop_s - seconds.get("queue", 0.0) - sleep_s
+        stages = {
+            "sandbox": seconds.get("sandbox", 0.0),
+            "agent": seconds.get("agent", sleep_s) - sleep_s,
+            "reward": seconds.get("reward", 0.0),
+            "stop": stop_s,
+        }
+        stages["other"] = overhead_s - sum(stages.values())
+        return Ended(attempt.outcome, overhead_s, stages)
+
     @property
-    def outcomes(self) -> Counter[Outcome]:
-        return Counter(each.outcome for each in self.ended_)
+    def errors(self) -> int:
+        return sum(each.outcome is not Outcome.COMPLETED for each in self.ended_)
 
 
-def sleepers(rollouts: Sequence[Rollout], scale: float) -> list[tuple[Task, float]]:
-    """Agents that do nothing but take the time of the rollout's environment, and that time."""
+def sleepers(
+    rollouts: Sequence[Rollout], scale: float, spec: SandboxSpec | None = None
+) -> list[tuple[Task, float]]:
+    """Agents that do nothing but take the time of the rollout's environment, and that time. Their
+    reward is the least command that there is."""
     found = []
     for number, rollout in enumerate(rollouts):
         sleep_s = round(max(FASTEST_S, sum(rollout.steps)) * scale, 3)
-        task = Task(id=f"sleep {number}", command=("sleep", f"{sleep_s}"), reward=None)
+        task = Task(
+            id=f"sleep {number}",
+            command=("sleep", f"{sleep_s}"),
+            reward="true",
+            sandbox=spec or SandboxSpec(),
+        )
         found.append((task, sleep_s))
     return found
 
 
-async def many(tasks: Sequence[tuple[Task, float]], concurrency: int, logs: Path) -> Many:
+async def many(
+    tasks: Sequence[tuple[Task, float]],
+    concurrency: int,
+    logs: Path,
+    backend: SandboxBackend | None = None,
+) -> Many:
     """All of them, at most `concurrency` at once, the others queued."""
     observer = Many({task.id: sleep_s for task, sleep_s in tasks})
     run = TaskRun(
         [task for task, _ in tasks],
         RunSettings(concurrency=concurrency),
-        LocalSandboxes(),
+        backend or LocalSandboxes(),
         logs=logs,
         observer=observer,
     )
+    observer.agents = lambda: run.scheduler.with_agent
     began = time.monotonic()
     await run.run()
     observer.seconds = time.monotonic() - began
+    observer.stopped()
     flush()
     return observer
 
