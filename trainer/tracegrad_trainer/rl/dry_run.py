@@ -303,7 +303,7 @@ def _packed(rows: Sequence[Row], settings: TrainerSettings) -> tuple[list[list[M
     ranks, group = settings.ranks, fsdp.context_ranks
     rule = packing_rule(model)
     if fsdp.context_parallel == "auto":
-        size = sharing_group([model], fsdp, pick_device(fsdp), ranks, ranks)
+        size = sharing_group([model], fsdp, pick_device(fsdp), ranks)
         rule = packing_rule(model, size)
         if shares_rows([rows], ranks=ranks, budget=budget, rule=rule):
             group, budget = size, size * budget
