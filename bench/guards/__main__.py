@@ -32,7 +32,8 @@ from tracegrad_trainer.guards.drift import ObservedRollout
 from tracegrad_trainer.utils.network import find_free_port
 
 RUNS, QUICK_RUNS = 10, 1
-STEPS = 12
+# Of a run: so short that ten of them, with their starts, take less than ten minutes.
+STEPS = 6
 MOST_ROLLOUTS = 3000  # of a run
 SHARES = (0.3, 0.6, 0.9)  # of rollouts that do it
 _PLANTED = "unsolved"  # whose hack is of rewards: no attempt at a task succeeds any more
@@ -207,12 +208,12 @@ PAGE = """\
 # What guards catch
 
 Written by `python -m bench.guards`; do not edit. {runs} clean runs of the task of `make demo` by a
-real vLLM and real ranks ({steps} steps; {rollouts} rollouts looked at, at least {least} of a run)
-had the guards as they are by default. Then each run is looked at again, with a hack planted in its
-recorded replies from half of it on: a call that no tool can carry out, a call made twice, a
-question or a refusal in place of the answer, replies four times as long or of one token, and tasks
-of which no attempt succeeds. In the table: in how many of the runs the hack's own guard spoke,
-after how many rollouts that did it (median, most).
+real vLLM and real ranks (short ones, {steps} steps in all; {rollouts} rollouts looked at, at least
+{least} of a run) had the guards as they are by default. Then each run is looked
+at again, with a hack planted in its recorded replies from half of it on: a call that no tool can
+carry out, a call made twice, a question or a refusal in place of the answer, replies four times as
+long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs
+the hack's own guard spoke, after how many rollouts that did it (median, most).
 
 {machine}
 - {date}

@@ -62,8 +62,10 @@ INTERNAL_VARIABLES = frozenset(
         "TRACEGRAD_DIE_WITH_PARENT",
         "TRACEGRAD_FORK_ENGINE",
         "TRACEGRAD_LOG_FORMAT",
-        # Of commands that score.
+        # Of commands in sandboxes: agents, and what scores them.
+        "TRACEGRAD_CLEARING",
         "TRACEGRAD_EXIT_CODE",
+        "TRACEGRAD_MIRROR",
         "TRACEGRAD_OUTPUT",
         "TRACEGRAD_REWARD_OF",
         "TRACEGRAD_ROLLOUT_ID",

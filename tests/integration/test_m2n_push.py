@@ -127,8 +127,10 @@ def test_a_worker_of_ours_lets_vllms_own_take_it(monkeypatch: pytest.MonkeyPatch
         "src_placements": [[0, -1], None],
     }
     worker.init_transfer_engine(worker.parse_init_info(plan))
+    worker.start_weight_update()
     worker.receive_weights(update)
     assert queue == []
+    worker.finish_weight_update()
     assert torch.equal(model.direct.weight, torch.full((4, 2), 7.0)), "in its place"
     assert {name: one.unique().item() for name, one in model.loaded.items()} == {"q.weight": 3.0}
     worker.shutdown()

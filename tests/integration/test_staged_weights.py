@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from tracegrad_trainer.inference import vllm_staged_weights
 from tracegrad_trainer.inference.vllm_staged_weights import StagedWeights, can_stage
 
 pytestmark = pytest.mark.vllm
@@ -100,6 +101,17 @@ def test_shadows_are_gone_when_it_is_over(model: Model, whole: bool) -> None:
     gc.collect()
     assert [shadow() for shadow in shadows] == [None] * 3
     assert len(LAYERWISE_INFO) == known
+
+
+def test_what_does_not_fit_beside_all_workers_is_loaded_in_the_pause(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They make their shards ready at the same moment, of the same memory."""
+    size = sum(tensor.nbytes for tensor in model.parameters())
+    least = 2 * 2 * size + vllm_staged_weights._SPARE_BYTES
+    monkeypatch.setattr(vllm_staged_weights, "free_host_memory", lambda: least)
+    assert can_stage(model)
+    assert not can_stage(model, workers=3)
 
 
 def test_layers_that_are_not_known_to_be_plain_are_loaded_in_the_pause(model: Model) -> None:

@@ -92,6 +92,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "tracegrad.cli": (
         "missing_dependency render options store_option",
+        "run_invocation",
         "commands",
         "app",
         "__main__",

@@ -16,7 +16,7 @@ from tracegrad.private_files import open_private
 from tracegrad.runner.agent_install import InstalledAgent, install_agent
 from tracegrad.runner.agent_layer import AgentLayer, agent_layer, starter
 from tracegrad.runner.launch import LaunchValues, local_environ, make_launch, session_id
-from tracegrad.runner.recipe import Recipe
+from tracegrad.runner.recipe import SHIPPED, Recipe
 from tracegrad.runner.recipe_files import RecipeError, find_recipe
 from tracegrad.runner.sandbox import Sandbox
 from tracegrad.runner.task import AgentCommand, Task
@@ -65,6 +65,15 @@ class AgentLauncher:
         if not contained:
             check_programs(recipe, self._installed[recipe.id])
         return replace(task, agent=recipe.name, sandbox=replace(task.sandbox, recipe=recipe.id))
+
+    @property
+    def own_recipes(self) -> list[Recipe]:
+        """Those that are not ours: whoever wrote the folder that one stands in, wrote them."""
+        return [
+            recipe
+            for recipe in self._recipes.values()
+            if recipe.path is not None and recipe.path.parent != SHIPPED
+        ]
 
     def layer(self, recipe_id: str) -> AgentLayer:
         """Of a recipe that a task was added with (`SandboxSpec.recipe`)."""

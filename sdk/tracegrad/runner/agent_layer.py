@@ -84,7 +84,8 @@ def _apt(recipe: Recipe, own: str) -> Iterator[str]:
 
 def _moved_environment(recipe: Recipe, own: str) -> str:
     """A virtual environment names its Python and its own folder in its files: both are others in
-    the image. Under another Python than this one's all is installed anew, by the image's network.
+    the image; pip writes paths that are too long for a first line into the second. Under another
+    Python than this one's all is installed anew, by the image's network.
     """
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     packages = shlex.join(recipe.packages)
@@ -101,7 +102,8 @@ if [ "$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = {ve
     sed -i "s|^home = .*|home = $(dirname "$python")|" {own}/pyvenv.cfg
     for file in {own}/bin/*; do
         [ -L "$file" ] || [ -d "$file" ] ||
-            sed -i '1s|^#!.*/bin/python.*|#!{own}/bin/python|' "$file"
+            sed -i -e '1s|^#!.*/bin/python.*|#!{own}/bin/python|' \\
+                -e "2s|^'''exec' .*/bin/python[^ ]* |'''exec' {own}/bin/python |" "$file"
     done
     "$python" -m compileall -q -x '{_NOT_COMPILED}' \\
         "$("$python" -c 'import os; print(os.path.dirname(os.__file__))')" >/dev/null || true

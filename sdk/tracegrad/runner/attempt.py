@@ -37,7 +37,7 @@ log = logging.getLogger("tracegrad.runner")
 
 AGENT_LOG, REWARD_LOG, CLEAR_LOG = "agent.log", "reward.log", "clear.log"
 # Where a scorer finds the agent's output, in a sandbox that has other files than this machine.
-OUTPUT_INSIDE = "/tmp/tracegrad-agent.log"
+_OUTPUT_INSIDE = "tracegrad-agent.log"
 # How a task and the place where it runs become what is run.
 Prepare = Callable[[Task, Rollout, Sandbox], AgentCommand]
 
@@ -247,7 +247,7 @@ class _Attempt:
                     await self._upload_hidden(sandbox)
                     seen = str(output.resolve())
                     if not sandbox.shares_files:
-                        await _upload(sandbox, output, seen := OUTPUT_INSIDE)
+                        await _upload(sandbox, output, seen := f"{sandbox.temp}/{_OUTPUT_INSIDE}")
                     said = await sandbox.run(
                         reward_line(task),
                         environ=self._reward_environ(end, seen),

@@ -38,6 +38,7 @@ class DockerSandbox:
     """
 
     shares_files = False
+    temp = "/tmp"  # also where all else is read-only
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt, AttemptObserver, calls_of
 from tracegrad.runner.outcomes import Classified
+from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.serializer import error_line
 
@@ -45,7 +46,7 @@ class FunctionSettings:
         timeout_s: of the agent. A function in a thread cannot be ended: it runs on, and its rollout
             is over.
         infra_errors: exceptions that are not the agent's doing, beside those of clients whose
-            server fails.
+            server fails, and `SandboxUnavailable`. `BrokenEnvironment` is `env_error`.
     """
 
     agent: Agent
@@ -128,6 +129,10 @@ class _FunctionAttempt:
             said = error_line(error, _MAX_REASON)
             if isinstance(error, TimeoutError) and bound.expired():
                 return Classified(Outcome.BUDGET, f"timed out after {settings.timeout_s:g} s"), None
+            if isinstance(error, BrokenEnvironment):
+                return Classified(Outcome.ENV_ERROR, str(error)[:_MAX_REASON]), None
+            if isinstance(error, SandboxUnavailable):
+                return Classified(Outcome.INFRA_ERROR, str(error)[:_MAX_REASON]), None
             if isinstance(error, settings.infra_errors) or is_serving_error(error):
                 return Classified(Outcome.INFRA_ERROR, said), None
             return Classified(Outcome.AGENT_ERROR, said), None

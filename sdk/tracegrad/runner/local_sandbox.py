@@ -40,6 +40,10 @@ class LocalSandbox:
     def folder(self) -> str:
         return str(self._folder)
 
+    @property
+    def temp(self) -> str:
+        return tempfile.gettempdir()
+
     def reachable(self, url: str) -> str:
         return url
 
@@ -139,10 +143,16 @@ class LocalSandboxes:
     def _own_root(self) -> Path:
         with self._making:
             if self._root is None:
-                remove_abandoned(Path(tempfile.gettempdir()))
-                root = Path(tempfile.mkdtemp(prefix=_PREFIX))
-                self._lock, self._root = _locked(root), root
+                self._root, self._lock = own_root()
             return self._root
+
+
+def own_root() -> tuple[Path, int]:
+    """A folder that is removed by a later call, in whichever process, once the file descriptor is
+    closed. Removes others' that are."""
+    remove_abandoned(Path(tempfile.gettempdir()))
+    root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    return root, _locked(root)
 
 
 def remove_abandoned(temp: Path) -> int:

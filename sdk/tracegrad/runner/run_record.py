@@ -8,17 +8,20 @@ is not read.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tracegrad.events import Outcome
-from tracegrad.private_files import open_private, private_folder
+from tracegrad.private_files import FOLDER_MODE, open_private, private_folder
 from tracegrad.runner.attempt import Attempt
 from tracegrad.runner.driver import RunObserver
 from tracegrad.runner.scheduler import GroupKey, Ticket
@@ -52,6 +55,19 @@ class PastAttempt:
     reward: float | None
 
 
+def new_run_folder(parent: Path) -> Path:
+    """Of this second, and of nobody else. Raises OSError."""
+    private_folder(parent)
+    begun = time.strftime("%Y-%m-%dT%H-%M-%S")
+    for name in chain([begun], (f"{begun}-{number}" for number in count(2))):
+        try:
+            (parent / name).mkdir(mode=FOLDER_MODE)
+        except FileExistsError:
+            continue
+        return parent / name
+    raise AssertionError("numbers end")
+
+
 class RunRecord(RunObserver):
     """Of one run, in its folder.
 
@@ -74,10 +90,15 @@ class RunRecord(RunObserver):
         if resume != path.exists():
             fix = "name a run's folder" if resume else "it is a run's folder already: resume it"
             raise RecordError(f"{folder}: {fix}")
-        lines = _whole_lines(path) if resume else []
-        if resume:
-            _check(folder, lines, header)
         file = open_private(path, "ab")
+        try:
+            _lock(folder, file)
+            lines = _whole_lines(path) if resume else []
+            if resume:
+                _check(folder, lines, header)
+        except BaseException:
+            file.close()
+            raise
         record = cls(folder, file)
         if resume:
             file.truncate(sum(len(line) + 1 for line in lines))
@@ -133,6 +154,14 @@ def header_of(
         epochs=epochs,
         held_out=held_out,
     )
+
+
+def _lock(folder: Path, file: BinaryIO) -> None:
+    """Until the file is closed, however this process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RecordError(f"{folder}: another process is at this run; wait for its end") from None
 
 
 def _whole_lines(path: Path) -> list[bytes]:

@@ -72,6 +72,11 @@ class Sandbox(Protocol):
         """Whether the paths of this machine's files are theirs inside, too."""
         ...
 
+    @property
+    def temp(self) -> str:
+        """A folder outside of `folder` that files may be uploaded to, as commands see it."""
+        ...
+
     def reachable(self, url: str) -> str:
         """How the proxy's `url` is spelled from inside."""
         ...

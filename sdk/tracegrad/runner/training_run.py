@@ -23,7 +23,7 @@ from tracegrad.runner.attempt import Attempt, AttemptObserver
 from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
 from tracegrad.runner.function_attempt import Agent, FunctionSettings, Reward, run_function
 from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
-from tracegrad.runner.run_record import PastAttempt, RunHeader, RunRecord
+from tracegrad.runner.run_record import PastAttempt, RunHeader, RunRecord, new_run_folder
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task_run import Observers, settle_lost
@@ -282,7 +282,7 @@ class _TrainingRun:
 
     def _open_record(self, attempts: int) -> RunRecord:
         settings = self._settings
-        folder = Path(settings.resume or settings.folder or _new_folder())
+        folder = Path(settings.resume or settings.folder or new_run_folder(Path(".tracegrad/run")))
         header = RunHeader(
             tasks=self._training.name,
             attempts=attempts,
@@ -502,10 +502,6 @@ def task_id_of(task: Any) -> str:
             f"train: {task!r:.60} has no task_id or id, and is no JSON; give task_id=, a function"
         ) from None
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _new_folder() -> Path:
-    return Path(".tracegrad/run") / time.strftime("%Y-%m-%dT%H-%M-%S")
 
 
 def _evaluation_line(made: Evaluation) -> str:

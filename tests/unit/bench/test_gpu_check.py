@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -239,10 +240,28 @@ def test_a_checkpoint_and_an_export_come_back(machine: Machine) -> None:
 
 
 @pytest.mark.slow  # two processes that train; tests/faults has many kills
+@pytest.mark.timeout(3600)  # `resume.check` itself ends a run that makes no progress
 def test_a_killed_run_is_compared(machine: Machine) -> None:
     found = resume.check(machine)
     assert found.verdict == "right", found
     assert found.said.endswith("6 of 6 losses agree")
+
+
+@pytest.mark.parametrize(
+    ("busy", "bounds"),
+    [("while True: pass", (0.2, 1e9)), ("import time; time.sleep(1e6)", (1e9, 0.3))],
+)
+def test_a_run_without_progress_is_ended(
+    busy: str, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that computes for ever, and one that waits for ever."""
+    monkeypatch.setattr(resume, "STEP_CPU_S", bounds[0])
+    monkeypatch.setattr(resume, "STILL_S", bounds[1])
+    resume._fill(tmp_path / "state", 1)
+    stuck = subprocess.Popen([sys.executable, "-c", busy], start_new_session=True)
+    with pytest.raises(TimeoutError, match="state: after 0 steps none for"):
+        resume._finish(stuck, tmp_path / "state")
+    assert stuck.poll() == -signal.SIGKILL
 
 
 def test_what_a_cpu_cannot_say_is_not_run(machine: Machine) -> None:

@@ -1,5 +1,3 @@
-"""A proxy before a scripted engine, which the runner finds by its environment."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,24 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from support.engines.mock_engine import MockEngine
-from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, serving
-from tracegrad.store import Store
+from support.proxy.proxy_with_engine import ProxyWithEngine
+from support.runner.runner_proxy import runner_proxy
 
 
 @pytest.fixture
 def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyWithEngine]:
-    """The current folder is an empty one."""
-    Store.open(f"sqlite:///{tmp_path}/store.db").close()
-    server = EngineServer()
-    with (
-        serving(server, lifespan="off") as server.url,
-        proxy_with_engine(server, MockEngine(), tmp_path / "store.db") as found,
-    ):
-        monkeypatch.setenv("TRACEGRAD_URL", found.url)
-        monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
+    """As of `runner_proxy`."""
+    with runner_proxy(tmp_path, monkeypatch) as found:
         yield found
-        found.close_clients()

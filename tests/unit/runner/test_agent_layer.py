@@ -73,6 +73,15 @@ def test_an_environment_of_pip_is_moved_to_the_images_python(tmp_path: Path) -> 
     script = folder / "bin" / "toy"
     script.write_text(f"#!{folder}/bin/python\nimport toy\nprint(toy.P)\n")
     script.chmod(0o755)
+    # As pip writes it where the path is longer than a first line may be.
+    far = folder / "bin" / "far"
+    far.write_text(f"""#!/bin/sh
+'''exec' {folder}/bin/python "$0" "$@"
+' '''
+import sys, toy
+print(toy.P, *sys.argv[1:])
+""")
+    far.chmod(0o755)
     layer = agent_layer(pip, InstalledAgent(folder), prefix=prefix)
     done = baked(layer)
     assert done.returncode == 0, done.stderr
@@ -82,6 +91,7 @@ def test_an_environment_of_pip_is_moved_to_the_images_python(tmp_path: Path) -> 
     }
     assert {"argparse", "decoder"} <= byte_code
     assert said(pip, prefix, "toy") == f"{prefix}/toy@1.0\n"
+    assert said(pip, prefix, "far", "two words") == f"{prefix}/toy@1.0 two words\n"
 
 
 def test_under_another_python_it_is_installed_anew(tmp_path: Path) -> None:

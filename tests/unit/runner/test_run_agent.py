@@ -91,6 +91,7 @@ def test_attempts_of_an_agent_of_ones_own(proxy: ProxyWithEngine, tmp_path: Path
     done = run("--agent", "toy", "-n", "2", "--reward", "true", TASK)
     assert done.exit_code == 0, done.output
     assert done.output.count("installing toy@1.0, once") == 1
+    assert done.output.count("toy: .tracegrad/recipes/toy.toml") == 1  # it is not one of ours
     first, second = told()
     assert first["task"] == second["task"] == TASK
     assert first["home"] != second["home"]

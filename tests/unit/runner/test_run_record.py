@@ -9,7 +9,13 @@ import pytest
 
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt
-from tracegrad.runner.run_record import FILE, RecordError, RunHeader, RunRecord
+from tracegrad.runner.run_record import (
+    FILE,
+    RecordError,
+    RunHeader,
+    RunRecord,
+    new_run_folder,
+)
 from tracegrad.runner.scheduler import GroupKey, Ticket
 
 HEADER = RunHeader(tasks="t", attempts=2, over_sample=0, epochs=1, held_out=False)
@@ -74,3 +80,20 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("no record\n")
     with pytest.raises(RecordError, match="does not begin with a run"):
         RunRecord.open(tmp_path, HEADER, resume=True)
+
+
+def test_of_two_that_go_on_with_a_run_one_is_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    before = (tmp_path / FILE).read_bytes()
+    first = RunRecord.open(tmp_path, HEADER, resume=True)
+    with pytest.raises(RecordError, match="another process is at this run"):
+        RunRecord.open(tmp_path, HEADER, resume=True)
+    first.close()
+    assert (tmp_path / FILE).read_bytes() == before
+    RunRecord.open(tmp_path, HEADER, resume=True).close()
+
+
+def test_runs_that_begin_in_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    folders = [new_run_folder(tmp_path / "run") for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert all(not [*folder.iterdir()] for folder in folders)

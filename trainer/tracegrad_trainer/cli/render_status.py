@@ -208,6 +208,8 @@ def _overview(status: RunStatus) -> PlainTable:
         shown.add_row("drivers", _drivers(status.intake))
     if status.resampled is not None:
         shown.add_row("live prompts", _resampled(status.resampled))
+    if status.evaluator is not None:
+        shown.add_row("tasks of the gate", _evaluator(status.evaluator))
     if status.damaged_records:
         lines = format_count(status.damaged_records, "line")
         shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
@@ -237,6 +239,14 @@ def _resampled(found: Json) -> str:
     if found["unusable"]:
         said += f"; not again: {describe_unusable(found['unusable'])}"
     return said
+
+
+def _evaluator(found: Json) -> str:
+    """`run against version 7; 4 runs of the tasks`"""
+    version = found["version"]
+    said = "nothing to evaluate" if version is None else f"run against version {version}"
+    said += f"; {format_count(found['passes'], 'run')} of the tasks"
+    return f"{said}; {found['failed']} failed: {found['error']}" if found["failed"] else said
 
 
 def _drivers(intake: Json) -> str:

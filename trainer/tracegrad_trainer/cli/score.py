@@ -71,6 +71,7 @@ def scoring_scope(settings: TrainerSettings) -> ScoringScope:
         group_size=settings.batches.group_size,
         incomplete_after_s=settings.data.incomplete_after_s,
         seed=settings.seed,
+        held_out=settings.promotion.held_out,
     )
 
 

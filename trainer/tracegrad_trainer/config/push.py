@@ -47,6 +47,12 @@ class PushSettings(BaseModel):
         description="base URLs of further vLLM servers of this model, started by other hands with"
         " the arguments of ours: calls are spread over all, and a push goes to all or none",
     )
+    rollout: Literal["all", "rolling"] = Field(
+        "all",
+        description="of several engines: all: calls wait until all have the new weights; rolling:"
+        " one engine after the other is given them, while the others take the calls, and each call"
+        " has the version of its engine",
+    )
     timeout_s: float = Field(
         300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"
     )

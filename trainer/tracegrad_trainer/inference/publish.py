@@ -46,7 +46,12 @@ from tracegrad_trainer.inference.logprob_probe import (
 from tracegrad_trainer.inference.m2n_push import LiveShards, M2nOrder, M2nSender
 from tracegrad_trainer.inference.transports import ControlOf, of_ranks, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
+from tracegrad_trainer.inference.weight_push import (
+    CanaryEngine,
+    PushReport,
+    SupersededError,
+    WeightPusher,
+)
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -122,6 +127,10 @@ class WeightPublisher:
                     adapter=lora.adapter_config(learner.model) if link else None,
                     transport=self._control_of(),
                     keep_cache=settings.push.kv_cache == "keep",
+                    rolling=settings.push.rollout == "rolling",
+                    canary=CanaryEngine(settings.engine_urls[-1], settings.promotion.canary_share)
+                    if settings.promotion.gate == "canary"
+                    else None,
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))
@@ -190,8 +199,11 @@ class WeightPublisher:
                 " (gpus.share), or was vLLM started without --enable-sleep-mode?"
             )
 
-    def publish(self, version: int, rows: Sequence[Row]) -> PublishResult | None:
+    def publish(
+        self, version: int, rows: Sequence[Row], *, as_candidate: bool = False
+    ) -> PublishResult | None:
         """Pushes the learner's weights as `version`; on rank 0 what came of it, else None.
+        `as_candidate`: to a share of traffic alone.
 
         `rows` (rank 0) are recent: their beginnings are the probes' prompts, which the engine
         may have cached, so that a cache kept over the push would show.
@@ -215,7 +227,7 @@ class WeightPublisher:
         try:
             if isinstance(new, PushError):
                 raise new
-            report = self.pusher.serve(new, verify=probing)
+            report = self.pusher.serve(new, verify=probing, as_candidate=as_candidate)
             return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
             return PublishResult(
@@ -229,8 +241,7 @@ class WeightPublisher:
             )
         finally:
             self._live.version = None
-            if not probing.shared:
-                _share(None)
+            _share(None)
 
     def _pushed_bytes(self) -> int:
         """Of one version's files, about."""
@@ -283,15 +294,15 @@ class WeightPublisher:
         yield from read_tensors(self.settings.model, self._beside)
 
     def _follow(self) -> None:
-        """Not rank 0: does its part of the push, as ordered, and of the proof."""
-        while isinstance(asked := _share(None), M2nOrder | GatherOrder):
+        """Not rank 0: does its part of the push, as ordered, and of each proof."""
+        while (asked := _share(None)) is not None:
             if isinstance(asked, GatherOrder):
                 deque(self._gathered(), maxlen=0)
-            else:
+            elif isinstance(asked, M2nOrder):
                 assert self._sender is not None
                 self._sender.take_part(asked)
-        if asked is not None:
-            self.trained_logprobs(asked)
+            else:
+                self.trained_logprobs(asked)
 
     def trained_logprobs(self, samples: Sequence[ProbeSample]) -> list[float]:
         """The trainer's own log-probabilities of the sampled tokens; a collective."""
@@ -309,10 +320,11 @@ class _Probing:
         self.publisher = publisher
         self.cache_salt = cache_salt
         self.prompts = prompts
-        self.shared = False  # whether the other ranks have the samples
         self.gap: LogprobGap | None = None
+        self._gaps: list[float] = []
 
-    def __call__(self) -> None:
+    def __call__(self, *urls: str) -> None:
+        """Of these engines, or of all."""
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
         by_engine = {
@@ -325,19 +337,17 @@ class _Probing:
                 timeout=settings.push.timeout_s,
                 cache_salt=self.cache_salt,
             )
-            for url in settings.engine_urls
+            for url in urls or settings.engine_urls
         }
-        self.shared = True
         samples = [sample for some in by_engine.values() for sample in some]
         _share(samples)
         trained = iter(self.publisher.trained_logprobs(samples))
-        gaps: list[float] = []
         for url, some in by_engine.items():
             served = [value for sample in some for value in sample.logprobs]
             expected = list(islice(trained, len(served)))
-            gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
+            self._gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
             self._compare(url, served, expected)
-        self.gap = LogprobGap.of(gaps)
+        self.gap = LogprobGap.of(self._gaps)
 
     def _compare(self, url: str, served: list[float], trained: list[float]) -> None:
         """Of one engine: among the right ones' log-probabilities a wrong one's would not show."""

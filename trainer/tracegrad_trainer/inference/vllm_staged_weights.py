@@ -33,15 +33,18 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_t
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from vllm.platforms import current_platform
 
+from tracegrad.host_memory import free_host_memory
+
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 # To stay free beside the second copy of the weights, and what packing takes meanwhile.
 _SPARE_BYTES = 1 << 30
 
 
-def can_stage(model: nn.Module) -> bool:
+def can_stage(model: nn.Module, *, workers: int = 1) -> bool:
     """Whether shadows would be filled as the layers are, and fit into this host's memory: dense
-    layers without quantization, whose loading concerns nothing but themselves."""
+    layers without quantization, whose loading concerns nothing but themselves. `workers`: of this
+    engine, which all stage at the same time and may be on this host."""
     if not current_platform.is_cpu():
         return False
     size = 0
@@ -53,19 +56,13 @@ def can_stage(model: nn.Module) -> bool:
         if parameters and (buffers or not _is_plain(layer)):
             return False
         size += sum(tensor.nbytes for tensor in parameters.values())
-    return 2 * size + _SPARE_BYTES < _available_bytes()
+    return 2 * size * workers + _SPARE_BYTES < free_host_memory()
 
 
 def _is_plain(layer: nn.Module) -> bool:
     if isinstance(layer, LinearBase | VocabParallelEmbedding):
         return type(layer.quant_method) in _PLAIN
     return type(layer).__name__.endswith("Norm")
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        known = dict(line.split(":", 1) for line in file)
-    return int(known["MemAvailable"].split()[0]) << 10
 
 
 class StagedWeights:

@@ -166,7 +166,9 @@ class SafetensorsWeightTransferEngine(
 
     def _stage(self, update: SafetensorsUpdateInfo) -> None:
         """Beside the weights that are served; where that cannot be, they are loaded at the end."""
-        if update.part == 1 and can_stage(self.model):
+        parallel = self.parallel_config
+        workers = parallel.world_size * parallel.data_parallel_size
+        if update.part == 1 and can_stage(self.model, workers=workers):
             self._staged = StagedWeights(self.model)
         if self._staged is None:
             self._later = update.paths

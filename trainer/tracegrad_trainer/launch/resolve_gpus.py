@@ -21,7 +21,7 @@ from tracegrad_trainer.launch.placement import (
 
 def read_machine() -> Machine:
     """This one. Raises ValueError: see `read_gpus`."""
-    from tracegrad_trainer.engine.model.memory import free_host_memory
+    from tracegrad.host_memory import free_host_memory
 
     return Machine(read_gpus(), free_host_memory())
 

@@ -73,12 +73,12 @@ class LivePrompts:
                 self.unusable[reason] += 1
         return None
 
-    def count(self) -> tuple[int, Counter[str]]:
-        """How many could be sampled again now, and why others cannot, of the newest; nothing is
-        taken. Raises StoreError."""
+    def usable(self) -> tuple[list[str], Counter[str]]:
+        """Rollouts whose first prompt could be sampled again now, and why others' cannot, of the
+        newest; nothing is taken. Raises StoreError."""
         read = [self._read(first) for first in self._newest()]
         reasons = Counter[str](reason for _, reason in read if reason is not None)
-        return sum(prompt is not None for prompt, _ in read), reasons
+        return [prompt.rollout_id for prompt, _ in read if prompt is not None], reasons
 
     def _newest(self) -> list[FirstTurn]:
         now = self.clock()

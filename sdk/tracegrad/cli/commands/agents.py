@@ -24,9 +24,9 @@ app = typer.Typer(invoke_without_command=True)
 
 @app.callback()
 def agents_command(context: typer.Context, as_json: JsonOption = False) -> None:
-    """The agents that `tracegrad run --agent NAME` can start; your own are in .tracegrad/recipes.
+    """List the agents that `tracegrad run --agent` can start.
 
-    Ends with 1 if the file of one cannot be read.
+    Your own are in .tracegrad/recipes. Ends with 1 if the file of one cannot be read.
     """
     if context.invoked_subcommand is not None:
         return
@@ -50,7 +50,7 @@ def agents_command(context: typer.Context, as_json: JsonOption = False) -> None:
 
 @app.command("show")
 def show_command(agent: AgentArgument, as_json: JsonOption = False) -> None:
-    """How one agent is installed and started, and its traps with their remedies."""
+    """Show how an agent is started, and its traps with their remedies."""
     known = _known(_find(agent))
     if as_json:
         print_json(agent_json(known))
@@ -63,7 +63,10 @@ def show_command(agent: AgentArgument, as_json: JsonOption = False) -> None:
 def install_command(
     agents: Annotated[list[str], typer.Argument(metavar="NAME...")],
 ) -> None:
-    """Install agents into the cache now; `tracegrad run` does it before the first attempt."""
+    """Install agents into the cache now.
+
+    `tracegrad run` does it before the first attempt.
+    """
     for recipe in [_find(agent) for agent in agents]:
         try:
             install_agent(

@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
+import math
 import os
-import shlex
-import signal
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from tracegrad import exporter
 from tracegrad.call_check import question
-from tracegrad.cli.commands.destructive import USAGE_ERROR
 from tracegrad.cli.commands.score import NO_PROXY
-from tracegrad.cli.render.run_progress import RunProgress
-from tracegrad.cli.store_option import JsonOption, fail
+from tracegrad.cli.run_invocation import RunInvocation
+from tracegrad.cli.store_option import USAGE_ERROR, JsonOption, fail
 from tracegrad.context import proxy_url
-from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
 from tracegrad.runner.agent_install import InstallFailed
 from tracegrad.runner.agent_launcher import AgentLauncher
-from tracegrad.runner.quarantine import TaskRef, check_tasks
-from tracegrad.runner.run_record import RecordError, RunRecord, header_of
-from tracegrad.runner.sandbox import SandboxSpec
+from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
+from tracegrad.runner.run_record import new_run_folder
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
 from tracegrad.runner.sandbox_backend import (
     ContainerOptions,
     check_docker,
@@ -41,10 +34,9 @@ from tracegrad.runner.sandbox_backend import (
 from tracegrad.runner.stage_limits import StageTimeouts
 from tracegrad.runner.task import RewardSource, Task
 from tracegrad.runner.task_files import TaskDefaults, TaskFileError, load_tasks
-from tracegrad.runner.task_run import RunSettings, TaskRun, settle_lost
+from tracegrad.runner.task_run import RunSettings
 from tracegrad.transport import ProxyRefused, ProxyUnreachable, post_json
 
-TIMED_OUT, NOT_FOUND, INTERRUPTED = 124, 127, 130
 _FILE_CONCURRENCY, _FILE_RETRIES, _FILE_HEARTBEAT_S = 8, 2, 1800.0
 _COMMAND_KEY = "tracegrad.run.command"
 
@@ -152,6 +144,21 @@ def run_command(
     warm: Annotated[
         int, typer.Option(min=0, help="Containers of each kind that are started ahead.")
     ] = 2,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Sandboxes on the hosts of this Ray cluster, of which this machine is one: auto,"
+            " or host:port.",
+        ),
+    ] = None,
+    ray_resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=AMOUNT",
+            help="Of each sandbox, by Ray's names; may be repeated. Default: CPU=1.",
+        ),
+    ] = None,
     retries: Annotated[
         int | None,
         typer.Option(
@@ -228,16 +235,33 @@ def run_command(
         epochs=epochs,
         retries=retries if retries is not None else _FILE_RETRIES if of_file else 0,
         held_out=held_out,
-        timeouts=StageTimeouts(start_s=start_timeout or None, silent_s=silent_s or None),
+        timeouts=StageTimeouts(
+            # On Ray a start may wait for a host: what comes after that is bounded there.
+            start_s=(start_timeout or None) if ray is None else None,
+            silent_s=silent_s or None,
+        ),
     )
+    resources = _amounts(ray_resource or [], ray)
     _check_proxy()
-    folder = resume or logs / time.strftime("%Y-%m-%dT%H-%M-%S")
     with AgentLauncher(model=model) as launcher:
         found = _with_agents(found, launcher)
-        invocation = _Invocation(
-            found, asked, folder, resume is not None, of_file, as_json, launcher, warm
+        backend = (
+            _backend(found, launcher, warm, of_file=of_file)
+            if ray is None
+            else _ray_backend(found, ray, resources, start_timeout or None, asked.concurrency)
+        )
+        folder = resume or _new_folder(logs)
+        invocation = RunInvocation(
+            found, asked, folder, resume is not None, of_file, as_json, launcher, backend
         )
         raise typer.Exit(invocation.run())
+
+
+def _new_folder(logs: Path) -> Path:
+    try:
+        return new_run_folder(logs)
+    except OSError as error:
+        fail(f"--logs: {error}", USAGE_ERROR)
 
 
 def _is_prompt(given: Path | None) -> bool:
@@ -248,9 +272,12 @@ def _is_prompt(given: Path | None) -> bool:
 def _with_agents(tasks: Sequence[Task], launcher: AgentLauncher) -> list[Task]:
     """With the programs of their agents there."""
     try:
-        return [launcher.add(task, begins=_say_install) for task in tasks]
+        found = [launcher.add(task, begins=_say_install) for task in tasks]
     except (ValueError, InstallFailed) as error:
         fail(str(error), USAGE_ERROR)
+    for recipe in launcher.own_recipes:
+        typer.echo(f"tracegrad: {recipe.name}: {recipe.path}", err=True)
+    return found
 
 
 def _say_install(what: str) -> None:
@@ -316,6 +343,55 @@ def _tags(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _amounts(given: Sequence[str], ray: str | None) -> dict[str, float]:
+    if given and ray is None:
+        fail("--ray-resource: there is no --ray", USAGE_ERROR)
+    found = {}
+    for each in given:
+        name, equals, amount = each.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            equals = ""
+        if not equals or not name or not 0 <= found[name] < math.inf:
+            fail(f"--ray-resource: {each!r} is not NAME=AMOUNT", USAGE_ERROR)
+    return found
+
+
+def _backend(
+    tasks: Sequence[Task], launcher: AgentLauncher, warm: int, *, of_file: bool
+) -> SandboxBackend:
+    return sandbox_backend(
+        [task.sandbox for task in tasks],
+        proxy=proxy_url(),
+        options=ContainerOptions(warm=warm, layer=launcher.layer),
+        shared=None if of_file else Path.cwd(),
+    )
+
+
+def _ray_backend(
+    tasks: Sequence[Task],
+    address: str,
+    resources: Mapping[str, float],
+    start_s: float | None,
+    concurrency: int,
+) -> SandboxBackend:
+    """With the cluster joined."""
+    settings = RaySettings(address=address, proxy=proxy_url(), resources=resources, start_s=start_s)
+    backend = RaySandboxes(settings)
+    try:
+        room = backend.connect([task.sandbox for task in tasks])
+    except ValueError as error:
+        fail(str(error), USAGE_ERROR)
+    if room < concurrency:
+        typer.echo(
+            f"tracegrad: the cluster has room for {room} of {concurrency} sandboxes (--concurrency)"
+            " at once; the others wait",
+            err=True,
+        )
+    return backend
+
+
 def _check_proxy() -> None:
     """Before an agent runs for nobody."""
     try:
@@ -325,117 +401,3 @@ def _check_proxy() -> None:
         fail(str(error), USAGE_ERROR)
     except ProxyUnreachable as error:
         fail(f"no proxy at {url}: {error}; start `tracegrad proxy`, or set TRACEGRAD_URL", NO_PROXY)
-
-
-@dataclass
-class _Invocation:
-    """One call of the command."""
-
-    tasks: Sequence[Task]
-    settings: RunSettings
-    folder: Path
-    resume: bool
-    of_file: bool
-    as_json: bool
-    launcher: AgentLauncher
-    warm: int
-    interrupted: bool = False
-
-    def run(self) -> int:
-        """The exit code."""
-        settings = self.settings
-        header = header_of(
-            self.tasks,
-            attempts=settings.attempts,
-            over_sample=settings.over_sample,
-            epochs=settings.epochs,
-            held_out=settings.held_out,
-        )
-        try:
-            record = RunRecord.open(self.folder, header, resume=self.resume)
-        except (RecordError, OSError) as error:
-            fail(f"--resume: {error}" if self.resume else f"--logs: {error}", USAGE_ERROR)
-        settle_lost(record.lost)
-        self._leave_out_quarantined()
-        total = len(self.tasks) * settings.epochs * settings.attempts
-        progress = RunProgress(
-            total,
-            attempts=settings.attempts,
-            as_json=self.as_json,
-            past=record.past,
-            bar=self.of_file,
-        )
-        try:
-            with progress:
-                asyncio.run(self._run(record, progress, alone=total == 1 and not self.of_file))
-        except asyncio.CancelledError:
-            pass
-        except ProxyRefused as error:
-            fail(str(error), USAGE_ERROR)
-        finally:
-            exporter.flush()
-            record.close()
-        return self._end(progress)
-
-    def _leave_out_quarantined(self) -> None:
-        """Of training tasks; for evaluation all are run."""
-        if not self.of_file or self.settings.held_out:
-            return
-        refs = [TaskRef(task.id, task.sandbox.image) for task in self.tasks]
-        try:
-            verdicts = check_tasks(proxy_url(), refs, retry=True)
-        except (ProxyRefused, ProxyUnreachable) as error:
-            typer.echo(f"tracegrad: no task is left out: {error}", err=True)
-            return
-        for verdict in verdicts:
-            if not verdict.run:
-                typer.echo(f"tracegrad: left out: {verdict}", err=True)
-        asked = zip(self.tasks, verdicts, strict=True)
-        self.tasks = [task for task, verdict in asked if verdict.run]
-
-    async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
-        loop, running = asyncio.get_running_loop(), asyncio.current_task()
-        assert running is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt, running)
-        await TaskRun(
-            self.tasks,
-            self.settings,
-            sandbox_backend(
-                [task.sandbox for task in self.tasks],
-                proxy=proxy_url(),
-                options=ContainerOptions(warm=self.warm, layer=self.launcher.layer),
-                shared=None if self.of_file else Path.cwd(),
-            ),
-            logs=private_folder(self.folder),
-            record=record,
-            prepare=self.launcher,
-            observer=progress,
-            echo=sys.stderr.buffer.write if alone else None,
-        ).run()
-
-    def _interrupt(self, running: asyncio.Task[None]) -> None:
-        """The first one: agents are ended, and their rollouts are aborted."""
-        if not self.interrupted:
-            self.interrupted = True
-            running.cancel()
-
-    def _end(self, progress: RunProgress) -> int:
-        """Of one attempt the command's own exit code; else 1 where a group is not filled."""
-        made = progress.attempts_made
-        alone = not self.of_file and self.settings.attempts == 1
-        if not self.as_json and not alone:
-            typer.echo(progress.summary())
-        if self.interrupted:
-            if self.of_file and not self.as_json:
-                again = f"tracegrad run --resume {shlex.quote(str(self.folder))} …"
-                typer.echo(f"interrupted; go on with the same options: {again}", err=True)
-            return INTERRUPTED
-        if not alone:
-            return 0 if progress.tally.scored >= progress.total else 1
-        if not made:  # it had ended before
-            return 0
-        only = made[-1]
-        if only.exit_code is None:
-            return TIMED_OUT if only.outcome in ("budget", "infra_error") else NOT_FOUND
-        return only.exit_code if only.exit_code >= 0 else 128 - only.exit_code

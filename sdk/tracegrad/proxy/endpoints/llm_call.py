@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import parse_qsl
 
 from starlette.responses import Response
@@ -356,7 +357,7 @@ class LlmCallEndpoint:
             body=body,
             headers=context.headers,
             sticky=context.plan.rollout_id,
-            on_sent=context.timing.sent,
+            on_sent=partial(_was_sent, context),
         ) as engine:
             if engine.status == 200:
                 context.timing.answered()
@@ -392,6 +393,11 @@ class LlmCallEndpoint:
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
+
+
+def _was_sent(context: CallContext, upstream: str) -> None:
+    context.timing.sent()
+    context.admission.sent_to(upstream)
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, exists, func, or_, select
@@ -10,6 +10,7 @@ from sqlalchemy.orm import aliased
 
 from tracegrad.store.expressions import has_tags, is_held_out
 from tracegrad.store.models import RolloutPlaces, Rollouts, RolloutTags, Turns
+from tracegrad.store.rows import rows_of_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,26 @@ def newest_first_turns(
         FirstTurn(rollout_id, turn_id, opened_at, bool(held_out))
         for rollout_id, turn_id, opened_at, held_out in connection.execute(query).tuples()
     ]
+
+
+def first_turns_of(
+    connection: Connection, rollout_ids: Collection[str], held_out: Mapping[str, str] | None
+) -> dict[str, FirstTurn]:
+    """By rollout, of those that have turns. `held_out`: tags of rollouts that are held out, besides
+    those that are marked so."""
+    inner = aliased(Turns)
+    first = (
+        select(func.min(inner.seq))
+        .where(inner.rollout_id == Rollouts.rollout_id)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+    mark = is_held_out(held_out).label("held_out")
+    query = select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, mark).join(
+        Turns, Turns.seq == first
+    )
+    rows = rows_of_keys(connection, query, Rollouts.rollout_id, rollout_ids)
+    return {
+        row.rollout_id: FirstTurn(row.rollout_id, row.turn_id, row.opened_at, bool(row.held_out))
+        for row in rows
+    }

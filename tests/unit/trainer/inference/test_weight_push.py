@@ -244,8 +244,9 @@ def test_a_pause_that_one_engine_refuses_holds_none(
     second.refuse_once(PAUSE)
     with pytest.raises(PushError, match=f"engine {second.url}"):
         both.push(1, weights(1.0))
-    assert engine.calls[-3:] == [PAUSE, "/resume", "/api/push/release"]
+    assert engine.calls[-4:] == [PAUSE, "/resume", "/api/push/release", LOAD[1]]
     assert LOAD_STAGED not in engine.calls + second.calls
+    assert [each.state.updating for each in (engine, second)] == [False, False]
 
 
 def test_where_one_engine_is_lost_the_others_serve_what_they_did(

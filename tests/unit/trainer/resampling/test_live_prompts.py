@@ -63,7 +63,8 @@ def test_the_newest_come_first_and_each_once(store: Store) -> None:
     for name, age in (("old", 30.0), ("new", 10.0), ("middle", 20.0)):
         live(store, name, age_s=age)
     prompts = prompts_of(store)
-    assert prompts.count() == (3, {})
+    found, reasons = prompts.usable()
+    assert (len(found), reasons) == (3, {})
     assert taken(prompts) == ["new", "middle", "old"]
     live(store, "newer", age_s=1.0)
     assert taken(prompts) == ["newer"]
@@ -127,7 +128,8 @@ def test_others_have_a_counted_reason(store: Store, reason: str, call: dict[str,
     live(store, "a", **call)
     live(store, "b", age_s=20.0)
     prompts = prompts_of(store, held_out={"split": "held_out"})
-    assert prompts.count() == (1, {reason: 1})
+    found, reasons = prompts.usable()
+    assert (len(found), reasons) == (1, {reason: 1})
     assert taken(prompts) == ["b"]
     assert prompts.unusable == {reason: 1}
     assert taken(prompts) == [], "nor is it counted twice"

@@ -48,7 +48,7 @@ Consume = Callable[[bytes], bool]
 # are to be decoded first.
 ConsumeFrames = Callable[[bytes], bool | None]
 Drained = Callable[[], Awaitable[None]]
-OnSent = Callable[[], None]
+OnSent = Callable[[str], None]  # hears the server's URL, again where that one did not answer
 
 
 class Body(Protocol):
