@@ -82,6 +82,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--harbor-python", type=Path, help="a Python with harbor, measured beside the others"
     )
+    parser.add_argument("--rounds", type=int, help=f"of all schedules ({ROUNDS})")
     parser.add_argument("--image", default=containers.IMAGE, help="of the containers (%(default)s)")
     return parser.parse_args()
 
