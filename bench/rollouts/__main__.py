@@ -32,7 +32,7 @@ LOCKSTEP_SHARE = 3
 def main() -> None:
     options = _options()
     groups, rounds, few, contained, queued, at_once = (
-        (16, 1, 20, 8, 60, 20) if options.quick else (96, ROUNDS, 100, 40, 1000, 200)
+        (16, 1, 20, 8, 60, 20) if options.quick else (96, ROUNDS, 200, 80, 1000, 200)
     )
     scale = SCALE / 5 if options.quick else SCALE
     say, load = clock(), os.getloadavg()[0]
