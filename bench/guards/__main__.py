@@ -33,7 +33,7 @@ from tracegrad_trainer.utils.network import find_free_port
 
 RUNS, QUICK_RUNS = 10, 1
 # Of a run: so short that ten of them, with their starts, take less than ten minutes.
-STEPS = 8
+STEPS = 6
 MOST_ROLLOUTS = 3000  # of a run
 SHARES = (0.3, 0.6, 0.9)  # of rollouts that do it
 _PLANTED = "unsolved"  # whose hack is of rewards: no attempt at a task succeeds any more
@@ -208,8 +208,8 @@ PAGE = """\
 # What guards catch
 
 Written by `python -m bench.guards`; do not edit. {runs} clean runs of the task of `make demo` by a
-real vLLM and real ranks ({steps} steps, about eight a run, to keep it short; {rollouts} rollouts
-looked at, at least {least} of a run) had the guards as they are by default. Then each run is looked
+real vLLM and real ranks (short ones, {steps} steps in all; {rollouts} rollouts looked at, at least
+{least} of a run) had the guards as they are by default. Then each run is looked
 at again, with a hack planted in its recorded replies from half of it on: a call that no tool can
 carry out, a call made twice, a question or a refusal in place of the answer, replies four times as
 long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs

@@ -211,6 +211,8 @@ class SleepingEngine:
         }
         return {**said, "upstreams": apart} if apart else said
 
+    api_push_upstreams = api_push
+
     def api_push_hold(self, query: dict[str, str], body: dict[str, Any]) -> None:
         for state in self._upstreams(body):
             state.held = True

@@ -209,19 +209,24 @@ class ProxyControl:
     def set_version(self, version: int) -> None:
         self._post("/api/push/version", json={"version": version, **self._upstream})
 
-    def set_canary(self, upstream: str | None, share: float = 0.0) -> None:
-        """That share of rollouts goes to the server, and no other; None: to any again."""
-        named = {} if upstream is None else {"upstream": upstream}
-        self._post("/api/push/canary", json={**named, "share": share})
+    def set_canary(self, upstream: str, share: float) -> None:
+        """That share of rollouts goes to the server, and no other."""
+        self._post("/api/push/canary", json={"upstream": upstream, "share": share})
+
+    def end_canary(self) -> None:
+        # Without effect? All servers have the same weights, and one that was started has none.
+        with contextlib.suppress(PushError):
+            self._post("/api/push/canary", json={"share": 0})
 
     def has_another(self, version: int, *, of_upstreams: Mapping[str, int] | None = None) -> bool:
         """Whether calls wait, or are recorded as of another version: of a proxy that was started
         since the last push. `of_upstreams`: which servers have another one, and which. False where
         it does not answer."""
         state: dict[str, Any] = {}
+        path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
         if self._peer:
             with contextlib.suppress(PushError):
-                state = self._peer.get("/api/push", timeout=LOOK_TIMEOUT_S)
+                state = self._peer.get(path, timeout=LOOK_TIMEOUT_S)
         if not state:
             return False
         said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}

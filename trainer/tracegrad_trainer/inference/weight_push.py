@@ -346,7 +346,7 @@ class WeightPusher:
                 self._vllm.ask_all()
                 with self._vllm.only(*others), self._made_ready(new):
                     seconds = self._roll(new, None, others)
-                self._proxy.set_canary(None)
+                self._proxy.end_canary()
             finally:
                 self._watch = pushing
             self._served, self._candidate = new, None
@@ -421,7 +421,7 @@ class WeightPusher:
         self._served = new
         if self._candidate is not None:
             self._candidate = None
-            self._proxy.set_canary(None)
+            self._proxy.end_canary()
         self._engine.keep_cache = self._keeps_cache
         return seconds
 
@@ -505,8 +505,13 @@ class WeightPusher:
         with self._vllm.only(url), self._made_ready(new):
             # First: nobody beyond the share is to have a token of it.
             self._proxy.set_canary(*self._canary)
-            with self._proxy.only(url):
-                seconds = self._change(new, self.newest, check, staged=self._stages)
+            try:
+                with self._proxy.only(url):
+                    seconds = self._change(new, self.newest, check, staged=self._stages)
+            except BaseException:
+                if self._candidate is None:
+                    self._proxy.end_canary()
+                raise
         self._candidate = new
         return seconds
 
@@ -518,7 +523,7 @@ class WeightPusher:
         with self._only(self._canary.url):
             seconds = self._change(self._served, self._candidate, None, staged=False)
         self._candidate = None
-        self._proxy.set_canary(None)
+        self._proxy.end_canary()
         return seconds
 
     @contextmanager

@@ -162,9 +162,11 @@ class VersionControl:
         promoted = history.promoted
         if promoted is None or pusher is None:
             return False
-        if history.records[promoted].weights_step == weights_step:
+        wanted = history.records[promoted].weights_step
+        if wanted == weights_step:
             return False
-        if pusher.version < 0:  # the engines have those of their start
+        served = history.records.get(pusher.version)
+        if served is None or served.weights_step != wanted:  # a start, or another was promoted
             try:
                 pusher.serve_base(promoted, lambda folder: self._kept.copy_to(promoted, folder))
             except KeptWeightsError as error:

@@ -26,8 +26,9 @@ from tracegrad_trainer.rewards.similar_tasks import (
     task_text,
 )
 
-# Rollouts that wait for others, the newest: what found nothing similar for so long never may.
-MOST_WAITING = 1_000
+# Rollouts that wait for others, the newest: what found nothing similar for so long never may. All
+# are compared with each other, which takes a third of a second where none is like another.
+MOST_WAITING = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

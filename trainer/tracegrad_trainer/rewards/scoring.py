@@ -34,16 +34,16 @@ from tracegrad_trainer.rewards.compose import Composition, compose, composed_eve
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.functions import FunctionScorer
 from tracegrad_trainer.rewards.judge import GroupJudge
-from tracegrad_trainer.rewards.judge_groups import TaskTexts, lone_rollouts, similar_groups
+from tracegrad_trainer.rewards.judge_groups import (
+    JudgeGroup,
+    TaskTexts,
+    lone_rollouts,
+    similar_groups,
+)
 from tracegrad_trainer.rewards.read_rollout import read_rollout
 from tracegrad_trainer.rewards.result import FORMAT, LENGTH, Score
 from tracegrad_trainer.rewards.rollout import ScoredRollout
-from tracegrad_trainer.rewards.similar_tasks import (
-    SIMILAR,
-    TaskText,
-    is_ungrouped,
-    similar_task_id,
-)
+from tracegrad_trainer.rewards.similar_tasks import SIMILAR, is_ungrouped, similar_task_id
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +197,7 @@ class ScoringRun:
         begun += self._begin_groups(named, found, patient=patient)
         if len(named) < len(to_judge):
             alike = [each for each in to_judge if self._is_to_be_grouped(each)]
-            texts = await asyncio.to_thread(self._texts.read, alike)
-            begun += self._begin_similar(texts, found, patient=patient)
+            begun += await self._begin_similar(alike, found, patient=patient)
         return bool(begun or busy)
 
     async def finish(
@@ -345,19 +344,24 @@ class ScoringRun:
                     self._begin(group, found, judge, self._score_group(judge, group))
         return begun
 
-    def _begin_similar(self, texts: Sequence[TaskText], found: _Found, *, patient: bool) -> int:
+    async def _begin_similar(
+        self, alike: Sequence[ScoringCandidate], found: _Found, *, patient: bool
+    ) -> int:
         """Of those without a task; they become attempts at one when they were judged."""
         judge = self._judge
         assert judge is not None
-        groups = similar_groups(
-            texts,
-            judge.settings,
-            size=self.scope.group_size,
-            incomplete_after_s=self.scope.incomplete_after_s if patient else 0.0,
-            now=found.now,
-        )
+
+        def form() -> list[JudgeGroup]:
+            return similar_groups(
+                self._texts.read(alike),
+                judge.settings,
+                size=self.scope.group_size,
+                incomplete_after_s=self.scope.incomplete_after_s if patient else 0.0,
+                now=found.now,
+            )
+
         begun = 0
-        for group in groups:
+        for group in await asyncio.to_thread(form):
             is_due = group.smaller_in_s is not None and (not patient or group.smaller_in_s == 0)
             if is_due and self._has_room:
                 begun += len(group.rollouts)

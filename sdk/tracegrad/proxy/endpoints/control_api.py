@@ -34,8 +34,7 @@ from tracegrad.proxy.auth.middleware import (
 )
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.engine.canary import Canary
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import EventRejected, StoreError
@@ -227,6 +226,9 @@ class GateState(BaseModel):
     held: bool
     in_flight: int
     waiting: int
+
+
+class UpstreamsState(GateState):
     upstreams: dict[str, UpstreamState] = {}
     canary: CanaryState | None = None
 
@@ -346,9 +348,18 @@ def make_control_router(
                 raise Unavailable(why, code="store_unavailable") from error
         return answer
 
-    @router.get("/push", summary="Policy version and gate", response_model_exclude_defaults=True)
+    @router.get("/push", summary="Policy version and gate")
     async def push() -> GateState:
         return GateState.model_validate(await gate.state())
+
+    @router.get(
+        "/push/upstreams",
+        summary="The same, with what single servers have",
+        response_model_exclude_defaults=True,
+    )
+    async def upstreams_state() -> UpstreamsState:
+        """Under the key of pushes: where the servers are is nobody else's business."""
+        return UpstreamsState.model_validate(await gate.state())
 
     @router.post("/push/hold", summary="Before a weight push: new calls wait")
     async def hold(body: HoldRequest) -> InFlight:
@@ -360,7 +371,6 @@ def make_control_router(
     @router.post(
         "/push/version",
         summary="Tokens from now on are of this policy version",
-        response_model_exclude_defaults=True,
     )
     async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""

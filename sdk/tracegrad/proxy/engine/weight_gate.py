@@ -20,10 +20,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 from tracegrad.proxy.http.errors import Unavailable
 
@@ -40,6 +40,20 @@ SETTLE_LIMIT_S = 1.0
 
 # Where the trainer shares the engine's GPUs, a hold lasts for all of a step.
 _HELD = "calls are held while new weights are trained or pushed"
+
+
+class Canary(NamedTuple):
+    """The server of a candidate, and the share of rollouts that go there."""
+
+    upstream: str
+    share: float
+
+    def has(self, rollout: str | None) -> bool:
+        """By the rollout's name alone. A call without a name goes to what is promoted."""
+        if rollout is None:
+            return False
+        drawn = int.from_bytes(sha256(f"canary\n{rollout}".encode()).digest()[:8])
+        return drawn < self.share * 2.0**64
 
 
 class Admission:

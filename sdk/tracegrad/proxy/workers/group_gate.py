@@ -10,8 +10,7 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.proxy.capture.recorder import EventWriter
-from tracegrad.proxy.engine.canary import Canary
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
 from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.workers.group_requests import (
     HEALTH,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracegrad.events import Json
-from tracegrad.proxy.engine.canary import Canary
+from tracegrad.proxy.engine.weight_gate import Canary
 
 # What can be asked, as `GateOfAll` does.
 HOLD, SET_VERSION, RELEASE, STATE, HEALTH = "hold", "set_version", "release", "state", "health"

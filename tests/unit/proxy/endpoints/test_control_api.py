@@ -254,6 +254,8 @@ def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
         "/api/tasks/check",
         "/api/push/version",
         "/api/push/release",
+        "/api/push/canary",
+        "/api/push/upstreams",
         "/api/rollouts/{rollout_id}/keys",
     }
 

@@ -20,13 +20,13 @@ from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY, EngineServer, eventually, serving
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
-from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import (
     SETTLE_LIMIT_S,
     SETTLE_TICKS,
     Admission,
+    Canary,
     WeightUpdateGate,
 )
 from tracegrad.proxy.http import sse
@@ -51,6 +51,11 @@ def push(http: httpx.Client, what: str, **body: float | str) -> dict[str, Any]:
 
 def state(http: httpx.Client) -> dict[str, Any]:
     return http.get("/api/push").json()
+
+
+def apart(http: httpx.Client) -> dict[str, Any]:
+    """With what single servers have."""
+    return http.get("/api/push/upstreams", headers=CONTROL).json()
 
 
 def test_a_stream_across_two_marks_has_exact_spans(rig: ProxyWithEngine) -> None:
@@ -483,16 +488,17 @@ def test_the_control_api_takes_one_server_and_a_canary(rig: ProxyWithEngine) -> 
     url = rig.engine_url
     push(rig.http, "hold", ttl_s=60, upstream=url)
     push(rig.http, "version", version=7, upstream=url)
-    assert state(rig.http)["upstreams"] == {url: {"version": 7, "held": True}}
+    assert apart(rig.http)["upstreams"] == {url: {"version": 7, "held": True}}
+    assert "upstreams" not in state(rig.http), "agents need not know where engines are"
     push(rig.http, "release", upstream=url)
     push(rig.http, "canary", upstream=url, share=0.25)
-    assert state(rig.http)["canary"] == {"upstream": url, "share": 0.25}
+    assert apart(rig.http)["canary"] == {"upstream": url, "share": 0.25}
     rig.client.chat.completions.create(model=MODEL, messages=HELLO)
     [turn] = rig.turns()
     assert {version for version, _ in turn.policy_versions} == {7}
     push(rig.http, "canary", share=0)
     push(rig.http, "version", version=7)
-    assert state(rig.http) == {"version": 7, "held": False, "in_flight": 0, "waiting": 0}
+    assert apart(rig.http) == {"version": 7, "held": False, "in_flight": 0, "waiting": 0}
     body = {"version": 8, "upstream": "http://elsewhere"}
     answer = rig.http.post("/api/push/version", json=body, headers=CONTROL)
     assert answer.status_code == 400

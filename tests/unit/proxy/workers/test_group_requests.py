@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tracegrad.events import Json
-from tracegrad.proxy.engine.canary import Canary
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.workers.group_requests import ANSWER_S, LOOK_S, GateNow, GroupRequests
 
 HOLD = {"ask": "hold", "args": {"ttl_s": 60.0, "drain_s": 2.0}, "number": 5}

@@ -128,8 +128,10 @@ def test_each_engine_is_held_against_the_trainer_by_itself(
     """One that is .2 nats off everywhere, twenty times what bfloat16 rounds, is within the bounds
     if it is measured together with two that are right."""
     off = {"http://a": 0.01, "http://b": 0.01, "http://c": 0.01}
+    asked: list[str] = []
 
     def sample(url: str, prompts: object, **options: object) -> list[ProbeSample]:
+        asked.append(url)
         return [ProbeSample([1], [2] * 32, [-1 - off[url]] * 32) for _ in range(8)]
 
     monkeypatch.setattr(publish, "sample_probes", sample)
@@ -151,6 +153,8 @@ def test_each_engine_is_held_against_the_trainer_by_itself(
     probing()
     assert probing.gap is not None
     assert probing.gap.p50 == pytest.approx(0.01)
+    probing("http://c")
+    assert asked == ["http://a", "http://b", "http://c", "http://c"]
     off["http://b"] = 0.2
     gaps = [value for value in off.values() for _ in range(256)]
     assert LogprobGap.of(gaps).within(BOUNDS["bfloat16"])
@@ -187,13 +191,18 @@ def test_other_ranks_take_part_as_often_as_rank_0_orders(
 ) -> None:
     gather = Gather({"w": torch.zeros(2, 2), "norm": torch.zeros(2)})
     monkeypatch.setattr(publish, "full_tensors", gather)
-    told = iter([GatherOrder(), M2nOrder("10.0.0.1", 1, 3), M2nOrder(), GatherOrder(), None])
+    samples = [ProbeSample([1], [2], [-1.0])]
+    orders = [GatherOrder(), M2nOrder("10.0.0.1", 1, 3), M2nOrder(), samples, GatherOrder()]
+    told = iter([*orders, samples, None])  # engines that change in turn are proven in turn
+    proven: list[object] = []
+    monkeypatch.setattr(publisher, "trained_logprobs", proven.append, raising=False)
     monkeypatch.setattr(publish, "_share", lambda _: next(told))
     sent: list[M2nOrder] = []
     publisher._sender = SimpleNamespace(take_part=sent.append)  # type: ignore[assignment]
     publisher._follow()
     assert gather.asked == 4
     assert sent == [M2nOrder("10.0.0.1", 1, 3), M2nOrder()]
+    assert proven == [samples, samples]
     assert next(told, "all") == "all"
 
 

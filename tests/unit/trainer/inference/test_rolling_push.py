@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.proxy.proxy_with_engine import served_proxy
-from support.proxy.servers import CONTROL_KEY
+from support.proxy.servers import CONTROL, CONTROL_KEY
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad.store import GroupCommitWriter, Store
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
@@ -319,6 +319,16 @@ def test_a_promotion_that_an_engine_refuses_leaves_a_candidate(
     assert stands(fleet) == [(2.0, 2), (2.0, 2)]
 
 
+def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: WeightPusher) -> None:
+    roll_first(fleet, canary)
+    fleet[1].refuse_once(LOAD_STAGED)
+    with pytest.raises(PushError, match="version 1 still is"):
+        canary.serve(canary.write(2, weights(2.0)), as_candidate=True)
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+    assert fleet[0].canary is None
+    assert not canary.restore()
+
+
 def test_a_canary_needs_an_engine_beside_it(fleet: Fleet, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="canary: one of several engines"):
         WeightPusher(fleet[0].url, checkpoint=checkpoint, canary=CanaryEngine(fleet[0].url, 0.1))
@@ -350,7 +360,7 @@ def test_the_proxy_itself_is_told_of_one_engine_after_the_other(
     ):
 
         def state() -> dict[str, Any]:
-            return dict(http.get("/api/push").json())
+            return dict(http.get("/api/push/upstreams", headers=CONTROL).json())
 
         for engine in fleet:
             engine.weights = {engine.state.version: None}  # its own proxy is not asked

@@ -120,3 +120,15 @@ def test_without_the_promoted_weights_on_disk_the_next_ones_go_to_all(
     run.control._pusher = run.pusher
     assert not run.control.is_candidate(1)
     assert "cannot be served beside the next one" in caplog.text
+
+
+def test_what_somebody_else_promotes_is_the_next_ones_baseline(run: ServedRun) -> None:
+    run.decide("pin", 0)
+    sample(run, 0, [0.0, 0.0, 1.0, 0.0] * 50)
+    sample(run, 1, [1.0] * 30)
+    look(run)
+    assert run.pusher.version == 1
+    assert run.decide("promote", 0).outcome == {"version": 0}
+    run.serve(2)
+    assert run.pusher.loaded[-2:] == [0.0, 2.0]
+    assert (run.pusher.version, run.pusher.newest.version) == (0, 2)

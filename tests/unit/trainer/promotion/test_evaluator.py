@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ import pytest
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, eventually, serving
+from support.trainer.step_samples import trainer_settings
 from tracegrad.store import Decision, PolicyVersion, RolloutSummary, Store
+from tracegrad_trainer.cli.serve import EVALUATOR, caller_process, check_startup
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.launch.run_state import read_state
+from tracegrad_trainer.launch.session import StartError
 from tracegrad_trainer.promotion.evaluator import (
     VERSION_TAG,
     Evaluator,
@@ -113,6 +117,26 @@ def test_the_command_is_that_of_the_runner(tmp_path: Path) -> None:
         "-m", "tracegrad.cli", "run", "t.jsonl", "--eval", "--tag", "evaluated_version=7",
         "--logs", str(tmp_path), "--", "./agent.sh", "{prompt}",
     ]  # fmt: skip
+
+
+def test_a_run_of_serve_has_a_part_for_it_that_finds_the_proxy(tmp_path: Path) -> None:
+    settings = trainer_settings(tmp_path)
+    part = caller_process("evaluator", EVALUATOR, settings, tmp_path / "settings.json")
+    assert part.command[1:] == ["-m", EVALUATOR, str(tmp_path / "settings.json")]
+    assert part.log == settings.logs / "evaluator.log"
+    assert part.env["TRACEGRAD_URL"] == settings.url
+    assert part.env["TRACEGRAD_API_KEY"] == "", "none of somebody else's"
+    assert find_spec(EVALUATOR) is not None
+
+
+def test_serve_refuses_tasks_that_cannot_be_run_before_anything_starts(tmp_path: Path) -> None:
+    promotion = {"gate": "held_out", "tasks": tmp_path / "none.jsonl"}
+    settings = trainer_settings(tmp_path, promotion=promotion)
+    with (
+        Store.open(settings.proxy.store) as store,
+        pytest.raises(StartError, match=r"promotion.tasks: .*none.jsonl"),
+    ):
+        check_startup(settings, store)
 
 
 # The process

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import aiohttp
 
-from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 from tracegrad.proxy.engine.upstreams.base import (
     MODELS_PATH,
@@ -30,6 +29,7 @@ from tracegrad.proxy.engine.upstreams.replica import (
     session_to,
 )
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.http.errors import ApiError, Unavailable, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.proxy.shared_log import SharedLog

@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from cachetools import LRUCache
 
-from tracegrad.proxy.engine.canary import Canary
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.shared_log import SharedLog
 
 # Rollouts remembered, least recently used first to go; one that is forgotten is placed again.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.proxy.engine.canary import Canary
 from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter, _Home
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 
