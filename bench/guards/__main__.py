@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = clock()
     wanted = QUICK_RUNS if options.quick else RUNS
     urls = options.stores[:wanted]
-    urls += list(make_runs(range(len(urls), wanted), say))
+    # One loop for all: the agent keeps its client, whose connections belong to the loop.
+    with asyncio.Runner() as loop:
+        urls += list(make_runs(range(len(urls), wanted), say, loop))
     runs = []
     for url in urls:
         runs.append(read_run(url, MOST_ROLLOUTS))
@@ -71,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_runs(seeds: range, say: Say) -> Iterator[str]:
+def make_runs(seeds: range, say: Say, loop: asyncio.Runner) -> Iterator[str]:
     """Stores of the demo's task, a short run for each seed, from one warm start."""
     if not seeds:
         return
@@ -90,7 +92,7 @@ def make_runs(seeds: range, say: Say) -> Iterator[str]:
         model = shop.warm_up(plan, screen)
         settings = {**shop.SERVE, "seed": seed}
         with stages.served(port, model, state_dir, settings, lambda _: None) as stage:
-            asyncio.run(_train(seed, shop, stage))
+            loop.run(_train(seed, shop, stage))
         say(f"seed {seed}: a run of {STEPS} steps")
         yield f"sqlite:///{state_dir}/store.db"
 
