@@ -219,7 +219,9 @@ all; {rollouts} rollouts looked at, at least {least} of a run. Then each run is 
 with a hack planted in its recorded replies from half of it on: a call that no tool can carry out, a
 call made twice, a question or a refusal in place of the answer, replies four times as long or of
 one token, and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's
-own guard spoke, after how many rollouts that did it (median, most).
+own guard spoke, after how many rollouts that did it (median, most). An agent that is offered no
+tools, as that of `sql`, makes no invalid call; `unsolved` is of groups, and half a short run has
+few of them.
 
 {machine}
 - {date}
