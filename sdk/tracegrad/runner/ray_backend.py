@@ -31,7 +31,7 @@ from tracegrad.runner.tar_stream import unpack
 
 log = logging.getLogger("tracegrad.runner")
 
-_CLOSE_S = 30.0
+_CONNECT_S, _CLOSE_S = 10.0, 30.0
 _SAY_S = 60
 _END_S = 15.0  # SIGTERM, SIGKILL, and what its marker finds
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -287,11 +287,23 @@ def _connected(address: str) -> tuple[Any, bool]:
 
     if ray.is_initialized():
         return ray, False
+    _check_listening(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ValueError(f"--ray {address}: {_in_one_line(error)}") from None
     return ray, True
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself tries for minutes. Raises ValueError."""
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"--ray {address}: nobody is there: {error}") from None
 
 
 def _check_specs(specs: Iterable[SandboxSpec]) -> None:

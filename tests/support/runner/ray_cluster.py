@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,17 +28,33 @@ _ENVIRON = {
 @contextmanager
 def ray_cluster(nodes: int, **node: Any) -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster` with a head and as many hosts as make `nodes`."""
-    with pytest.MonkeyPatch.context() as patch:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        # Its own would stay; a short one, for a socket's path may have 108 bytes.
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as temp,
+    ):
         for name, value in _ENVIRON.items():
             patch.setenv(name, value)
+        patch.setenv("RAY_TMPDIR", temp)
         import ray
         from ray.cluster_utils import Cluster
 
         cluster = Cluster()
         try:
             for _ in range(nodes):
-                cluster.add_node(**_NODE, **node)
+                _add_node(cluster, {**_NODE, **node})
             yield cluster
         finally:
             ray.shutdown()
             cluster.shutdown()
+
+
+def _add_node(cluster: Any, node: dict[str, Any]) -> None:
+    """Ray gives it 30 seconds to start, whatever else this machine does."""
+    for is_last in (False, False, True):
+        try:
+            cluster.add_node(**node)
+            return
+        except Exception as error:
+            if is_last or "timed out during startup" not in str(error):
+                raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,13 @@ def chosen(mesh: DeviceMesh) -> dict[str, Any]:
     seen: dict[str, Any] = {"CPU": size(make("qwen3"))}
     with patch.object(context_trial, "sharing_group", lambda *_: 2):  # as if on GPUs
         seen |= {"fits": size(make("qwen3")), "mixes": size(mixing())}
+    # As on machines with different numbers of ranks.
+    local = {"LOCAL_WORLD_SIZE": "4" if dist.get_rank() == 0 else "2"}
+    with (
+        patch.dict(os.environ, local),
+        patch.object(context_trial, "sharing_group", lambda *given: given[-1]),
+    ):
+        seen["machines"] = size(make("qwen3"))
     return seen | {"recorded": size(make("qwen3"), 4), "no more": size(mixing(), 4)}
 
 

@@ -22,6 +22,7 @@ from tracegrad.cli.app import app
 from tracegrad.runner import ray_backend
 from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
 from tracegrad.runner.sandbox import SandboxSpec
+from tracegrad.store import RolloutSummary
 
 # Asks the model, then waits for the file that its task names; one process, which ends with Ray's.
 WAITS = f"{SOURCE}\nimport sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
@@ -54,11 +55,15 @@ def test_a_lost_host_costs_its_attempts_and_they_are_made_again(
     path = tasks_file({"id": "a", **spec}, {"id": "b", **spec})
     lost: list[BaseException] = []
 
+    def rows() -> list[RolloutSummary]:
+        return list(proxy.store.rollouts(limit=None))
+
     def lose_one(cluster: Any) -> None:
-        """Once both agents have asked. The gate opens in any case: nobody is to wait for ever."""
+        """Once both agents have asked; the other goes on when that is noticed."""
         try:
-            eventually(lambda: sum(row.turns for row in proxy.store.rollouts(limit=None)) == 2, 120)
+            eventually(lambda: sum(row.turns for row in rows()) == 2, 120)
             cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False)
+            eventually(lambda: any(row.outcome == "infra_error" for row in rows()), 120)
         except BaseException as error:
             lost.append(error)
         finally:
@@ -71,14 +76,12 @@ def test_a_lost_host_costs_its_attempts_and_they_are_made_again(
         loser.join()
     assert lost == []
     assert result.exit_code == 0, result.output
-    rows = eventually(
-        lambda: [row for row in proxy.store.rollouts(limit=None) if row.outcome is not None], 60
-    )
-    assert Counter((str(row.outcome), row.reward) for row in rows) == {
+    ended = eventually(lambda: all(row.outcome for row in rows()) and rows(), 60)
+    assert Counter((str(row.outcome), row.reward) for row in ended) == {
         ("completed", 0.5): 2,
         ("infra_error", None): 1,
     }
-    [gone] = [row for row in rows if row.outcome == "infra_error"]
+    [gone] = [row for row in ended if row.outcome == "infra_error"]
     assert gone.error is not None
     assert "is lost" in gone.error
 
@@ -91,6 +94,8 @@ def test_a_lost_host_costs_its_attempts_and_they_are_made_again(
         (["--ray", "auto", "--ray-resource", "CPU=-1"], "'CPU=-1' is not NAME=AMOUNT"),
         (["--ray", "auto", "--ray-resource", "=1"], "'=1' is not NAME=AMOUNT"),
         (["--ray", "ray://127.0.0.1:1"], "run on a host of the cluster"),
+        (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: nobody is there: [Errno 111]"),
+        (["--ray", "127.0.0.1:http"], "--ray 127.0.0.1:http: nobody is there"),
     ],
 )
 def test_wrong_options_are_named(proxy: ProxyWithEngine, arguments: list[str], said: str) -> None:

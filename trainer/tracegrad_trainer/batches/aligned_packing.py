@@ -13,6 +13,11 @@ import numpy as np
 # [rank][micro-batch] -> numbers of what is packed.
 Plan = list[list[list[int]]]
 
+_NEAR = 1.01  # of what nothing is quicker than: good enough
+# Places that are looked at for all rows, some seconds' worth; where there are more, rows are so
+# many that ranks are busy anyway.
+_MOST_PLACES = 60_000_000
+
 
 def plan_cost(plan: Plan, costs: Sequence[float]) -> float:
     """Of a step: at every micro-batch all wait for the costliest."""
@@ -20,12 +25,28 @@ def plan_cost(plan: Plan, costs: Sequence[float]) -> float:
     return float(np.max(loads, axis=0).sum())
 
 
-def aligned_plans(
+def aligned(
+    plan: Plan, costs: Sequence[float], tokens: Sequence[int], *, ranks: int, budget: int
+) -> Plan:
+    """The plan itself, or one of the same rows that is quicker, with no more micro-batches."""
+    # Nothing is quicker than the costliest row, and than ranks that are busy all the time.
+    near = _NEAR * max([0.0, *costs, sum(costs) / ranks])
+    quickest = plan_cost(plan, costs)
+    others = _plans(costs, tokens, ranks=ranks, budget=budget, most=len(plan[0]))
+    while quickest > near and (found := next(others, None)) is not None:
+        if (cost := plan_cost(found, costs)) < quickest:
+            plan, quickest = found, cost
+    return plan
+
+
+def _plans(
     costs: Sequence[float], tokens: Sequence[int], *, ranks: int, budget: int, most: int
 ) -> Iterator[Plan]:
-    """Of up to two micro-batches a rank fewer than `most` to `most`, as far as all fits in."""
+    """Of `most` micro-batches a rank and of up to two fewer, as far as all fits in."""
     least = -(-sum(tokens) // (ranks * budget))
-    for count in range(max(1, least, most - 2), most + 1):
+    for count in range(most, max(0, least - 1, most - 3), -1):
+        if len(costs) * count * ranks > _MOST_PLACES:
+            return
         for tight in (True, False):
             plan = _fill(costs, tokens, ranks=ranks, budget=budget, count=count, tight=tight)
             if plan is not None:

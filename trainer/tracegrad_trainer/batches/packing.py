@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracegrad_trainer.batches.aligned_packing import Plan, aligned_plans, plan_cost
+from tracegrad_trainer.batches import aligned_packing
+from tracegrad_trainer.batches.aligned_packing import Plan, plan_cost
 from tracegrad_trainer.batches.micro_batch import MicroBatch, StepCounts, micro_batch
 from tracegrad_trainer.batches.rows import Row
 
@@ -105,10 +106,8 @@ def plan_packing(
         if size > budget:
             raise ValueError(_too_long(len(bundle), size, budget))
     plan = _rank_by_rank(costs, tokens, ranks=ranks, budget=budget)
-    if aligned and ranks > 1:
-        most = len(plan[0])
-        others = aligned_plans(costs, tokens, ranks=ranks, budget=budget, most=most)
-        plan = min([plan, *others], key=lambda each: plan_cost(each, costs))
+    if aligned:
+        plan = aligned_packing.aligned(plan, costs, tokens, ranks=ranks, budget=budget)
     return [[[row for i in bin_ for row in bundles[i]] for bin_ in bins] for bins in plan]
 
 

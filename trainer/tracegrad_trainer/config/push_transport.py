@@ -42,6 +42,15 @@ def choose_transport(
     return "ipc" if gpus and alone else "files"
 
 
+def check_transport(transport: str, *, engine_on_gpu: bool) -> None:
+    """Raises ValueError: it goes from GPU to GPU, and vLLM is on none."""
+    if transport in ("nccl", "ipc", "nccl_m2n") and not engine_on_gpu:
+        raise ValueError(
+            f"push.transport = {transport!r} goes from GPU to GPU, and vLLM serves on a CPU;"
+            " set push.transport = 'gloo', or 'files'"
+        )
+
+
 def is_local(url: str) -> bool:
     """Whether it is this machine for certain: a Unix socket, or a loopback address."""
     host = urlsplit(url).hostname

@@ -44,6 +44,7 @@ from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.config.push import PushSettings
+from tracegrad_trainer.config.push_transport import check_transport
 from tracegrad_trainer.config.resample import ResampleSettings, check_resampling
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
@@ -436,11 +437,8 @@ class TrainerSettings(FileSettings):
                 f"push.transport = {transport!r}: with gpus.share vLLM sleeps, and is woken with"
                 " files; set push.transport = 'files', or 'ipc'"
             )
-        if transport in ("nccl", "ipc", "nccl_m2n") and self.vllm.on_cpu:
-            raise ValueError(
-                f"push.transport = {transport!r} goes from GPU to GPU, and vLLM serves on a CPU;"
-                " set push.transport = 'gloo', or 'files'"
-            )
+        if self.vllm.device == "cpu":  # auto: `check_transport`, where the machine is known
+            check_transport(transport, engine_on_gpu=False)
         if transport == "ipc" and (self.vllm.urls or self.push.engines):
             raise ValueError(
                 "push.transport = 'ipc': GPUs of servers that others started (vllm.urls,"

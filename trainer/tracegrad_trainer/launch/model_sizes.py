@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from tracegrad_trainer.config.push_transport import choose_transport
+from tracegrad_trainer.config.push_transport import check_transport, choose_transport
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import CPU_KV_BYTES, VllmSettings
 from tracegrad_trainer.engine.checkpoint.untrained_parts import elements_beside
@@ -99,7 +99,8 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
     """What the settings fix, on a machine with so many GPUs.
 
     Raises:
-        ValueError: vllm.extra_args has what memory is planned by.
+        ValueError: vllm.extra_args has what memory is planned by, or weights cannot be pushed as
+            they are to be.
     """
     vllm, asked = settings.vllm, settings.gpus
     for option in vllm.extra_args:
@@ -112,6 +113,8 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
             )
     on_gpu = gpus > 0 and not vllm.on_cpu and not vllm.is_attached
     train_on_gpu = gpus > 0 and settings.fsdp.device != "cpu"
+    if not vllm.is_attached:
+        check_transport(settings.push.transport, engine_on_gpu=on_gpu)
     kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
     return PlacementRequest(
         vllm=asked.vllm_gpus,

@@ -22,7 +22,6 @@ from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
 from tracegrad_trainer.batches import MicroBatch, Row, TrainingSelection, pack, select, shares_rows
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.engine.attention.dispatch import choose_attention
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.engine.distributed import pick_device
 from tracegrad_trainer.engine.flops import packing_rule
@@ -300,12 +299,11 @@ def _group(group: Group, selection: TrainingSelection, title: str) -> GroupPlan:
 def _packed(rows: Sequence[Row], settings: TrainerSettings) -> tuple[list[list[MicroBatch]], int]:
     """As the ranks have it, of a group of them what all of it has; and the budget of each."""
     fsdp, budget = settings.fsdp, settings.batches.tokens_per_micro_batch
-    device = pick_device(fsdp)
-    model = prepare_model(empty_model(settings.model, choose_attention(fsdp, device)), fsdp)
+    model = prepare_model(empty_model(settings.model), fsdp)
     ranks, group = settings.ranks, fsdp.context_ranks
     rule = packing_rule(model)
     if fsdp.context_parallel == "auto":
-        size = sharing_group([model], fsdp, device, ranks, ranks)
+        size = sharing_group([model], fsdp, pick_device(fsdp), ranks)
         rule = packing_rule(model, size)
         if shares_rows([rows], ranks=ranks, budget=budget, rule=rule):
             group, budget = size, size * budget

@@ -61,30 +61,31 @@ def test_what_cannot_be_shared_is_refused_by_name(seen: dict[str, Any]) -> None:
 def test_by_default_ranks_share_rows_where_the_model_allows_it(seen: dict[str, Any]) -> None:
     found = seen["chosen"]
     assert (found["CPU"], found["fits"], found["mixes"]) == (1, 2, 1)
+    assert found["machines"] == 2, "every rank has the same"
     assert found["recorded"] == 4, "as the step was taken"
     assert "LlamaForCausalLM looks at a row's other" in found["no more"]
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "ranks", "local", "expected"),
+    ("kind", "settings", "local", "expected"),
     [
-        ("qwen3", {}, 4, 4, 4),  # 4 heads
-        ("qwen3", {}, 8, 8, 4),
-        ("qwen3", {}, 64, 2, 2),  # not beyond a machine
-        ("qwen3", {}, 3, 3, 1),
-        ("qwen3", {}, 6, 6, 2),
-        ("qwen3", {"routing": "r3"}, 4, 4, 1),
-        ("qwen3", {"attention": "sdpa"}, 4, 4, 1),
-        ("qwen3_5", {}, 4, 4, 1),  # a state along a row
+        ("qwen3", {}, 4, 4),  # 4 heads
+        ("qwen3", {}, 8, 4),
+        ("qwen3", {}, 2, 2),
+        ("qwen3", {}, 3, 1),
+        ("qwen3", {}, 6, 2),
+        ("qwen3", {"routing": "r3"}, 4, 1),
+        ("qwen3", {"attention": "sdpa"}, 4, 1),
+        ("qwen3_5", {}, 4, 1),  # a state along a row
     ],
 )
 def test_the_most_of_a_machine_that_the_heads_allow_share_rows(
-    kind: str, settings: dict[str, Any], ranks: int, local: int, expected: int
+    kind: str, settings: dict[str, Any], local: int, expected: int
 ) -> None:
     made, fsdp = [make(kind)], FsdpSettings(**settings)
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert sharing_group(made, fsdp, gpu, ranks, local) == expected
-    assert sharing_group(made, fsdp, cpu, ranks, local) == 1
+    assert sharing_group(made, fsdp, gpu, local) == expected
+    assert sharing_group(made, fsdp, cpu, local) == 1
 
 
 @pytest.mark.parametrize(

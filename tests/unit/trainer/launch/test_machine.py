@@ -164,6 +164,20 @@ def test_a_start_says_why_and_which_gpus_it_left_out(settings: TrainerSettings) 
     assert placement_lines(on_cpu) == ["placement: vLLM on the CPU, 1 rank on the CPU"]
 
 
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_a_machine_that_is_described_takes_what_this_one_would_not(
+    settings: TrainerSettings, transport: str
+) -> None:
+    """A push from GPU to GPU, where a CPU build of vLLM is installed."""
+    asked = f"--set=push.transport={transport}"
+    found = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", asked)
+    assert found[0] == 0, found[1]
+    assert f"weights are pushed by {transport}" in found[1]
+    made = settings.with_changes(push=settings.push.model_copy(update={"transport": transport}))
+    with pytest.raises(ValueError, match="from GPU to GPU, and vLLM serves on a CPU"):
+        plan_serve(made, Machine((), 64 * GIB))
+
+
 def test_gpus_that_are_used_alike_are_one_row(settings: TrainerSettings) -> None:
     text = dry_run(settings, "--dry-run", "--gpus", "8x24GiB")[1]
     rows = [line.split("  ")[:2] for line in text.splitlines() if "(described" in line]

@@ -46,8 +46,11 @@ def sharing_ranks(
     device = compute_device(mesh)
     size = recorded
     if size is None:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
-        size = sharing_group(models, settings, device, mesh.size(), local)
+        # Machines may have different numbers of ranks: all of them choose alike.
+        local: list[int] = [0] * mesh.size()
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
+        torch.distributed.all_gather_object(local, own)
+        size = sharing_group(models, settings, device, math.gcd(*local))
     sharing = ContextParallel.of(mesh, size)
     if sharing is None:
         return None
@@ -66,19 +69,16 @@ def sharing_group(
     models: Sequence[nn.Module],
     settings: FsdpSettings,
     device: torch.device,
-    ranks: int,
     local_ranks: int,
 ) -> int:
-    """How many neighbours, `local_ranks` of which are on one machine, may share rows with
-    `fsdp.context_parallel = "auto"`: the most that all models' heads can be divided by; 1: none.
-
-    Never beyond a machine, where exchanges are an order slower, nor on CPUs.
+    """How many neighbours, of `local_ranks` or a multiple of these on each machine, may share rows
+    with `fsdp.context_parallel = "auto"`: the most that all models' heads can be divided by; 1:
+    none. Never beyond a machine, where exchanges are an order slower, nor on CPUs.
     """
     ours = settings.attention == "auto" or settings.attention in dispatch.OURS
     if device.type != "cuda" or settings.routing != "own" or not ours:
         return 1
-    most = math.gcd(ranks, local_ranks)
-    sizes = [n for n in range(most, 1, -1) if most % n == 0]
+    sizes = [n for n in range(local_ranks, 1, -1) if local_ranks % n == 0]
     return next((n for n in sizes if all(_fits(model, n) for model in models)), 1)
 
 
