@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -68,8 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for share in SHARES:
             caught[hack, share] = [plant(run, hack, share, seed) for seed, run in enumerate(runs)]
         say(f"{hack}: looked at")
-    given = min(len(options.stores), wanted)
-    publish(page(runs, [replayed(run) for run in runs], caught, given=given), options)
+    publish(page(runs, [replayed(run) for run in runs], caught), options)
     return 0
 
 
@@ -167,10 +167,7 @@ def page(
     runs: Sequence[RecordedRun],
     again: Sequence[int],
     caught: Mapping[tuple[str, float], Sequence[Found]],
-    *,
-    given: int = 0,
 ) -> str:
-    """`given`: of the runs, those that others had made."""
     rows = []
     for hack in (*HACKS, _PLANTED):
         row = [hack]
@@ -202,7 +199,9 @@ def page(
         machine="\n".join(f"- {line}" for line in description(["vllm", "torch"])),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         runs=len(runs),
-        given=given,
+        tasks=", ".join(
+            f"{count} of {agent}" for agent, count in Counter(run.agent for run in runs).items()
+        ),
         rollouts=f"{sum(run.rollouts for run in runs):,}",
         steps=sum(run.steps for run in runs),
         least=f"{min(run.rollouts for run in runs):,}",
@@ -214,14 +213,15 @@ def page(
 PAGE = """\
 # What guards catch
 
-Written by `python -m bench.guards`; do not edit. {runs} clean runs of the task of `make demo` by a
-real vLLM and real ranks had the guards as they are by default: short ones, {given} of them of
-`bench.staleness` and `make controls`, whose stores were there ({steps} steps in all; {rollouts}
-rollouts looked at, at least {least} of a run). Then each run is looked at again, with a hack
-planted in its recorded replies from half of it on: a call that no tool can carry out, a call made
-twice, a question or a refusal in place of the answer, replies four times as long or of one token,
-and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's own guard
-spoke, after how many rollouts that did it (median, most).
+Written by `python -m bench.guards`; do not edit. {runs} clean runs of the examples' tasks ({tasks})
+by a real vLLM and real ranks had the guards as they are by default: short ones, {steps} steps in
+all; {rollouts} rollouts looked at, at least {least} of a run. Then each run is looked at again,
+with a hack planted in its recorded replies from half of it on: a call that no tool can carry out, a
+call made twice, a question or a refusal in place of the answer, replies four times as long or of
+one token, and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's
+own guard spoke, after how many rollouts that did it (median, most). An agent that is offered no
+tools, as that of `sql`, makes no invalid call; `unsolved` is of groups, and half a short run has
+few of them.
 
 {machine}
 - {date}
