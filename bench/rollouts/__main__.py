@@ -32,12 +32,12 @@ LOCKSTEP_SHARE = 3
 def main() -> None:
     options = _options()
     groups, rounds, few, contained, queued, at_once = (
-        (16, 1, 20, 8, 60, 20) if options.quick else (96, ROUNDS, 200, 80, 1000, 200)
+        (16, 1, 20, 8, 60, 20) if options.quick else (96, ROUNDS, 100, 40, 1000, 200)
     )
     scale = SCALE / 5 if options.quick else SCALE
     say, load = clock(), os.getloadavg()[0]
     found = []
-    for number in range(rounds):
+    for number in range(options.rounds or rounds):
         found.append(_round(groups, number, scale, options.harbor_python))
         for each in found[-1].values():
             say(f"{each.name}: {each.per_minute:.0f} rollouts a minute, idle {each.idle:.0%}")

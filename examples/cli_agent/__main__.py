@@ -52,7 +52,7 @@ class Form:
     controls: bool
 
 
-LONG = Form(seeds=3, steps=3, groups=6, tasks=60, required=0.3, controls=True)
+LONG = Form(seeds=3, steps=4, groups=6, tasks=60, required=0.3, controls=True)
 # What CI runs: that attempts in containers are trained and examined, not how far they come.
 SHORT = Form(seeds=1, steps=2, groups=2, tasks=6, required=None, controls=False)
 
@@ -102,7 +102,7 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from . import sandboxes
     from .run import Plan, run
-    from .warm_start import Recipe, warm_start
+    from .warm_start import SMALL, Recipe, warm_start
 
     spec = sandboxes.spec_of(local=options.local, image=options.image)
     folder = (ROOT / time.strftime("%Y-%m-%dT%H-%M-%S")).resolve()
@@ -111,7 +111,7 @@ def main() -> int:
     before: Score | None = None
     try:
         sandboxes.install(screen, spec)
-        recipe = Recipe()
+        recipe = SMALL if options.short else Recipe()
         model = screen.warm_start(recipe.steps, lambda seen: warm_start(ROOT, recipe, seen))
         for variant in variants(form)[: options.variants]:
             screen.say(f"\n[bold]{variant.name}[/]")

@@ -52,7 +52,7 @@ class Plan:
     port: int
     state_dir: Path
     seed: int = 0
-    steps: int = 3
+    steps: int = 4
     groups: int = 6  # of SAMPLES attempts: what a step takes
     learning_rate: float | None = None
     coin: bool = False

@@ -36,11 +36,12 @@ class Recipe(Schedule):
 
     careless: float = 0.65  # share of demonstrations that tell `wc` the name
     again: float = 0.1  # of those that do their work twice
-    hidden: int = 64
-    layers: int = 3
     steps: int = 300
-    learning_rate: float = 4e-3
     vocab_size: int = 520
+
+
+# Made in a third of the time; it learns half as fast later.
+SMALL = Recipe(hidden=64, layers=3, learning_rate=4e-3)
 
 
 def warm_start(root: Path, recipe: Recipe, progress: Progress | None = None) -> Path:

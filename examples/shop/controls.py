@@ -42,6 +42,7 @@ class Measured:
     after: float
     tasks: int
     versions: int
+    greedy: tuple[float, float] = (0.0, 0.0)  # the same without chance: before and after
 
     @property
     def rise(self) -> float:
@@ -96,6 +97,7 @@ def measure(variant: Variant, *, demo: str, steps: int, tasks: int) -> Measured:
         summary["sampled_after"],
         tasks,
         summary["policy_versions"],
+        (summary["success_before"], summary["success_after"]),
     )
 
 
@@ -140,6 +142,8 @@ def summary(found: Sequence[Measured]) -> dict[str, object]:
     return {
         "success_before": round(mean(measured.before for measured in seeds), 3),
         "success_after": round(mean(measured.after for measured in seeds), 3),
+        "greedy_before": round(mean(measured.greedy[0] for measured in seeds), 3),
+        "greedy_after": round(mean(measured.greedy[1] for measured in seeds), 3),
         **{each.variant.name: [round(each.before, 3), round(each.after, 3)] for each in found},
         "policy_versions": sum(measured.versions for measured in found),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from examples.shop.play import Plan, Play
@@ -11,11 +13,11 @@ from examples.shop.screen import Screen
 
 from . import database, tasks
 from .agent import SqlAgent
-from .warm_start import Recipe, warm_start
+from .warm_start import SMALL, Recipe, warm_start
 
 
-def warm_up(plan: Plan, screen: Screen) -> Path:
-    recipe = Recipe(seed=plan.model_seed)
+def warm_up(plan: Plan, screen: Screen, recipe: Recipe | None = None) -> Path:
+    recipe = replace(recipe or Recipe(), seed=plan.model_seed)
     return screen.warm_start(recipe.steps, lambda seen: warm_start(plan.root, recipe, seen))
 
 
@@ -26,7 +28,7 @@ def attempts(plan: Plan) -> Attempt:
 
 PLAY = Play(
     title="A LangGraph agent that writes SQL, trained while it works",
-    settings={**SERVE, "optim.lr": 7e-4},
+    settings=SERVE,
     steps=16,
     groups=16,
     samples=8,
@@ -34,4 +36,7 @@ PLAY = Play(
     attempts=attempts,
     exam=tasks.exam,
     train_tasks=tasks.train_tasks,
+)
+SMALL_PLAY = replace(
+    PLAY, settings={**SERVE, "optim.lr": 7e-4}, warm_up=partial(warm_up, recipe=SMALL)
 )

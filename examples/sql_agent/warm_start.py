@@ -30,10 +30,11 @@ class Recipe(Schedule):
     misspelt: float = 0.1  # share of them that no table has the columns for
     notices: float = 0.15  # a check that finds a careless query wrong
     doubts: float = 0.2  # a check that finds a right one wrong: it is written once more
-    hidden: int = 64
-    layers: int = 3
-    steps: int = 500
-    learning_rate: float = 4e-3
+    steps: int = 400
+
+
+# Made in a third of the time; it learns half as fast later.
+SMALL = Recipe(hidden=64, layers=3, steps=500, learning_rate=4e-3)
 
 
 def warm_start(root: Path, recipe: Recipe, progress: Progress | None = None) -> Path:

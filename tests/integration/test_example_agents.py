@@ -56,7 +56,8 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
 
 def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
     found = play(tmp_path, "examples.sql_agent")
-    assert found["success_after"] >= found["success_before"] + 0.15
+    # What it does without chance: at first nothing is right.
+    assert found["greedy_after"] >= found["greedy_before"] + 0.2
     assert found["policy_versions"] >= 8  # the trainer goes on while the exam is held
 
 
@@ -81,7 +82,7 @@ def test_a_command_in_containers_learns_file_tasks(
         XDG_CACHE_HOME=str(caches),
     )
     # That both exams were passed through, and that two steps were taken on what containers gave.
-    assert found["policy_versions"] == SHORT.steps
+    assert found["policy_versions"] >= SHORT.steps
     assert found["turns_trained"] > 0
     attempts = 2 * SHORT.tasks + SHORT.steps * SHORT.groups * SAMPLES
     assert found["rollouts"] - found["not_scored"] >= attempts
