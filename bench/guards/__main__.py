@@ -14,6 +14,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     say = clock()
     wanted = QUICK_RUNS if options.quick else RUNS
     urls = options.stores[:wanted]
-    urls += list(make_runs(range(len(urls), wanted), say))
+    # One loop for all: the agent keeps its client, whose connections belong to the loop.
+    with asyncio.Runner() as loop:
+        urls += list(make_runs(range(len(urls), wanted), say, loop))
     runs = []
     for url in urls:
         runs.append(read_run(url, MOST_ROLLOUTS))
@@ -70,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def make_runs(seeds: range, say: Say) -> Iterator[str]:
+def make_runs(seeds: range, say: Say, loop: asyncio.Runner) -> Iterator[str]:
     """Stores of the demo's task, a short run for each seed, from one warm start."""
     if not seeds:
         return
@@ -89,7 +92,7 @@ def make_runs(seeds: range, say: Say) -> Iterator[str]:
         model = shop.warm_up(plan, screen)
         settings = {**shop.SERVE, "seed": seed}
         with stages.served(port, model, state_dir, settings, lambda _: None) as stage:
-            asyncio.run(_train(seed, shop, stage))
+            loop.run(_train(seed, shop, stage))
         say(f"seed {seed}: a run of {STEPS} steps")
         yield f"sqlite:///{state_dir}/store.db"
 
@@ -196,6 +199,9 @@ def page(
         machine="\n".join(f"- {line}" for line in description(["vllm", "torch"])),
         date=time.strftime("%Y-%m-%d", time.gmtime()),
         runs=len(runs),
+        tasks=", ".join(
+            f"{count} of {agent}" for agent, count in Counter(run.agent for run in runs).items()
+        ),
         rollouts=f"{sum(run.rollouts for run in runs):,}",
         steps=sum(run.steps for run in runs),
         least=f"{min(run.rollouts for run in runs):,}",
@@ -207,13 +213,15 @@ def page(
 PAGE = """\
 # What guards catch
 
-Written by `python -m bench.guards`; do not edit. {runs} clean runs of the task of `make demo` by a
-real vLLM and real ranks (short ones, {steps} steps in all; {rollouts} rollouts looked at, at least
-{least} of a run) had the guards as they are by default. Then each run is looked
-at again, with a hack planted in its recorded replies from half of it on: a call that no tool can
-carry out, a call made twice, a question or a refusal in place of the answer, replies four times as
-long or of one token, and tasks of which no attempt succeeds. In the table: in how many of the runs
-the hack's own guard spoke, after how many rollouts that did it (median, most).
+Written by `python -m bench.guards`; do not edit. {runs} clean runs of the examples' tasks ({tasks})
+by a real vLLM and real ranks had the guards as they are by default: short ones, {steps} steps in
+all; {rollouts} rollouts looked at, at least {least} of a run. Then each run is looked at again,
+with a hack planted in its recorded replies from half of it on: a call that no tool can carry out, a
+call made twice, a question or a refusal in place of the answer, replies four times as long or of
+one token, and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's
+own guard spoke, after how many rollouts that did it (median, most). An agent that is offered no
+tools, as that of `sql`, makes no invalid call; `unsolved` is of groups, and half a short run has
+few of them.
 
 {machine}
 - {date}

@@ -27,11 +27,13 @@ class RecordedRollout:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """`alarms`: that guards raised while it trained, by its steps' own metrics."""
+    """`alarms`: that guards raised while it trained, by its steps' own metrics. `agent`: whose task
+    it was."""
 
     groups: Sequence[Sequence[RecordedRollout]]
     steps: int
     alarms: int
+    agent: str = "shop"
 
     @property
     def rollouts(self) -> int:
@@ -49,7 +51,8 @@ def read_run(url: str, most: int) -> RecordedRun:
             for group in _groups(store, rollouts[begin : begin + _AT_A_TIME])
         ]
         alarms = sum(int(step.metrics.get("drift_alarms", 0)) for step in steps)
-    return RecordedRun(groups, len(steps), alarms)
+        [agent] = {row.agent or "" for row in store.rollouts(limit=1)} or {""}
+    return RecordedRun(groups, len(steps), alarms, agent)
 
 
 def _looked_at(store: Store) -> list[tuple[str, str]]:

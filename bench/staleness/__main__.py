@@ -82,11 +82,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modes, steps = (MODES[:2], QUICK_STEPS) if options.quick else (MODES, STEPS)
     folder = ROOT / ".tracegrad" / "staleness" / time.strftime("%Y-%m-%dT%H-%M-%S")
     say = clock()
-    publish(page([run(mode, steps, port, folder, say) for mode in modes], steps), options)
+    # One loop for all: the agent keeps its client, whose connections belong to the loop.
+    with asyncio.Runner() as loop:
+        measured = [run(mode, steps, port, folder, say, loop) for mode in modes]
+    publish(page(measured, steps), options)
     return 0
 
 
-def run(mode: Mode, steps: int, port: int, folder: Path, say: Say) -> Measured:
+def run(
+    mode: Mode, steps: int, port: int, folder: Path, say: Say, loop: asyncio.Runner
+) -> Measured:
     shop, stages = import_module("examples.shop.run"), import_module("examples.shop.stage")
     state_dir = folder / str(MODES.index(mode))
     plan = shop.Plan(port=port, root=ROOT / ".tracegrad" / "demo", state_dir=state_dir)
@@ -94,7 +99,7 @@ def run(mode: Mode, steps: int, port: int, folder: Path, say: Say) -> Measured:
     settings = {**shop.SERVE, **mode.settings}
     with stages.served(port, model, state_dir, settings, lambda _: None) as stage:
         say(f"{mode.name}: everything is up")
-        measured = asyncio.run(_train(mode, steps, shop, stage))
+        measured = loop.run(_train(mode, steps, shop, stage))
     say(f"{mode.name}: {measured.steps} steps in {measured.seconds:.0f} s")
     return measured
 

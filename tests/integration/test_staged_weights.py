@@ -111,7 +111,7 @@ def test_what_does_not_fit_beside_all_workers_is_loaded_in_the_pause(
     least = 2 * 2 * size + vllm_staged_weights._SPARE_BYTES
     monkeypatch.setattr(vllm_staged_weights, "free_host_memory", lambda: least)
     assert can_stage(model)
-    assert not can_stage(model, workers=3)
+    assert not can_stage(model, workers=2)
 
 
 def test_layers_that_are_not_known_to_be_plain_are_loaded_in_the_pause(model: Model) -> None:

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -177,6 +177,14 @@ def test_a_stream_goes_on_with_what_it_had_computed(
     agrees(vllm_server.url, model, LONG, cache_salt="unknown before")
 
 
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """httpx ends a line at U+2028, too, which may be in the text."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+
+
 @dataclass
 class Stream:
     """A streaming chat completion read in a thread; its tokens as they arrive."""
@@ -201,9 +209,9 @@ class Stream:
             http_client(server.url, timeout_s=60) as client,
             client.stream("POST", "/v1/chat/completions", json=request) as response,
         ):
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
+            for line in _lines(response.iter_bytes()):
+                if line.startswith(b"data: {"):
+                    self._take(json.loads(line.removeprefix(b"data: ")))
 
     def _take(self, chunk: dict[str, Any]) -> None:
         self.prompt = self.prompt or chunk.get("prompt_token_ids") or []

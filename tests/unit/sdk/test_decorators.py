@@ -525,7 +525,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
         "surrogate": "\ud800",
         "long": "x" * 200_000,
         "wide": list(range(2_500)),
-        "function": functools.partial(print, 1),
+        "function": functools.partial(len, ()),
     }
     with rollout(input=asked):
         pass
@@ -537,7 +537,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
     assert task["surrogate"] == "?"
     assert task["long"].endswith("(100000 more characters)")
     assert task["wide"][-2:] == [499, "… (2000 more)"]
-    assert task["function"] == "functools.partial(<built-in function print>, 1)"
+    assert task["function"] == "functools.partial(<built-in function len>, ())"
 
 
 def test_a_forked_child_does_not_finish_its_parents_rollout(proxy: FakeProxy) -> None:

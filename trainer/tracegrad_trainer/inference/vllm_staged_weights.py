@@ -55,7 +55,9 @@ def can_stage(model: nn.Module, *, workers: int = 1) -> bool:
             return False
         if parameters and (buffers or not _is_plain(layer)):
             return False
-        size += sum(tensor.nbytes for tensor in parameters.values())
+        if parameters:  # vLLM's metadata have no biases
+            own = dict(layer.named_parameters(recurse=False)) | dict(parameters)
+            size += sum(tensor.nbytes for tensor in own.values())
     return 2 * size * workers + _SPARE_BYTES < free_host_memory()
 
 

@@ -15,6 +15,7 @@ import anthropic
 import openai
 import pytest
 from gymnasium.utils.env_checker import check_env
+from gymnasium.vector import SyncVectorEnv
 
 import tracegrad
 from support.proxy.servers import eventually
@@ -97,6 +98,23 @@ def test_it_is_an_environment_to_gymnasium(proxy: EnvProxy) -> None:
     env = AgentEnv(solve, TASKS, proxy)
     check_env(env, skip_render_check=True)
     env.close()
+
+
+def test_several_are_a_vector_of_gymnasiums(proxy: EnvProxy) -> None:
+    """Which begins the next episode by itself."""
+
+    def answer(task: Any, rollout: tracegrad.Rollout) -> float:
+        return float(ask(rollout, task["id"]).content == "3")
+
+    envs = SyncVectorEnv([lambda: AgentEnv(answer, TASKS, proxy) for _ in range(3)])
+    requests, _ = envs.reset(seed=1)
+    assert [each["messages"][0]["content"] for each in requests] == ["sum"] * 3
+    _, rewards, terminated, _, _ = envs.step(["3", "4", "3"])
+    assert (rewards.tolist(), terminated.tolist()) == ([1.0, 0.0, 1.0], [True] * 3)
+    requests, _, terminated, _, _ = envs.step(["-"] * 3)
+    assert [each["messages"][0]["content"] for each in requests] == ["sum"] * 3
+    assert not any(terminated)
+    envs.close()
 
 
 def test_an_agent_of_another_dialect_gets_its_tool_calls(proxy: EnvProxy) -> None:
