@@ -432,7 +432,7 @@ class _Relay:
     async def run(self, engine: UpstreamResponse) -> ApiError | None:
         """Returns what broke the stream, if anything did."""
         try:
-            await engine.deliver(self._consume, self._drained)
+            await engine.deliver(self._consume, self._drained, self._pass_frames)
         except ApiError as error:
             if error is not self._stream.error and not self._stream.done:
                 return error
@@ -457,6 +457,13 @@ class _Relay:
         if self._stream.error is not None:
             raise self._stream.error
         return behind
+
+    def _pass_frames(self, data: bytes) -> bool | None:
+        """None: `_consume` is to have it."""
+        if self._first:
+            return None
+        frames = self._stream.pass_frames(data)
+        return None if frames is None else self._response.write_frames(frames)
 
     async def _drained(self) -> None:
         self._admission.blocked = True
