@@ -29,6 +29,8 @@ FLOORS = {
     "tracegrad.environment": -1,
     "tracegrad.signal_errors": -1,
     "tracegrad.host_memory": -1,
+    "tracegrad.sized_cache": -1,
+    "tracegrad.digests": -1,
     "tracegrad.events": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
