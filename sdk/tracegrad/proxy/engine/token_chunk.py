@@ -32,7 +32,7 @@ _REST = re.compile(
     rb',"finish_reason":null(,"token_ids":\[([0-9]+(?:,[0-9]+)*)\])\}\]\}\n\n'
     % (_STRING, _ENTRY, _ENTRY)
 )
-# The same, of one token, as most are; to the end of the piece of HTTP's chunked encoding that it is.
+# The same of one token, as most are, to the end of the piece of HTTP's chunked encoding that it is.
 _FRAME = re.compile(
     rb'"(content|reasoning)":(%b)\},"logprobs":(\{"content":\[%b\]\})'
     rb',"finish_reason":null(,"token_ids":\[([0-9]+)\])\}\]\}\n\n\r\n' % (_STRING, _ENTRY)
