@@ -1,6 +1,6 @@
 """Where an attempt's commands run: what a sandbox is made of, and what it can do.
 
-`local_process.py` runs them as processes of this machine, `docker_sandbox.py` in a container. An
+`local_sandbox.py` runs them as processes of this machine, `docker_sandbox.py` in a container. An
 attempt knows only what stands here.
 """
 
@@ -48,7 +48,7 @@ class SandboxSpec:
 
 
 class SandboxError(Exception):
-    """A sandbox could not be had. The message is one line for the user: what failed, and the fix."""
+    """A sandbox could not be had. The message is one line: what failed, and the fix."""
 
 
 class BrokenEnvironment(SandboxError):
@@ -56,7 +56,7 @@ class BrokenEnvironment(SandboxError):
 
 
 class SandboxUnavailable(SandboxError):
-    """The machine's doing (no engine, no memory, a start that hangs): `infra_error`, tried again."""
+    """The machine's doing (no engine, no memory, a start that hangs): `infra_error`."""
 
 
 class Sandbox(Protocol):
@@ -67,6 +67,11 @@ class Sandbox(Protocol):
         """Where commands run, as they see it."""
         ...
 
+    @property
+    def shares_files(self) -> bool:
+        """Whether the paths of this machine's files are theirs inside, too."""
+        ...
+
     def reachable(self, url: str) -> str:
         """How the proxy's `url` is spelled from inside."""
         ...
@@ -75,15 +80,16 @@ class Sandbox(Protocol):
         self,
         command: Sequence[str] | str,
         *,
-        environ: Mapping[str, str],
+        environ: Mapping[str, str | None],
         timeout_s: float | None,
         output: Path,
         marker: str,
         echo: Callable[[bytes], object] | None = None,
     ) -> ProcessEnd:
         """Runs words, or a line for the shell, to the end or to `timeout_s`; nothing of it is left
-        then. `output`: a file of this machine for what it prints. `marker` stands in the value of a
-        variable of `environ` and in no other process's. A cancellation ends it and is raised.
+        then. `environ` comes on top of the environment that the sandbox has by itself; None: not
+        to be set. `output`: a file of this machine for what it prints. `marker` stands in the value
+        of a variable of `environ` and in no other process's. A cancellation ends it and is raised.
 
         Raises SandboxUnavailable where the sandbox itself was lost: only the engine's own word is
         believed for that, never what the command printed.
@@ -91,11 +97,13 @@ class Sandbox(Protocol):
         ...
 
     async def upload(self, source: Path, target: str) -> None:
-        """Copies a file or a folder of this machine to the path `target` inside."""
+        """Copies a file or a folder of this machine to the path `target` inside, whose folders are
+        made; one that is not absolute begins in `folder`."""
         ...
 
     async def download(self, source: str, target: Path) -> None:
-        """Copies a file or a folder out. Raises FileNotFoundError."""
+        """Copies a file or a folder out; never follows a link that leads elsewhere. Raises
+        FileNotFoundError."""
         ...
 
     async def close(self) -> None:
@@ -107,7 +115,7 @@ class SandboxBackend(Protocol):
     """Makes sandboxes, and knows which are left over."""
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        """Raises SandboxError."""
+        """Raises SandboxError. A cancellation leaves nothing behind, and is raised."""
         ...
 
     async def close(self) -> None:

@@ -33,6 +33,8 @@ _SETTINGS = ("TRACEGRAD_PROXY_", "TRACEGRAD_TRAINER_", "TRACEGRAD_API_KEY", "TRA
 ENGINE_KEY_VARIABLE = "VLLM_API_KEY"
 # In logs: what torch puts before a rank's lines, and an error's class.
 _RANK = re.compile(r"^\[rank\d+\]: ?")
+# How gloo and NCCL say that another rank is gone: why it went is that rank's to say.
+_PEER_LOST = re.compile(r"Connection (closed|reset) by peer|ncclRemoteError|remote process exited")
 _LAUNCHERS = "ChildFailedError"  # of torch's launcher, about an error that stands before it
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 
@@ -166,6 +168,7 @@ class ChildProcess:
         """The last log line that is not empty, and where the rest is."""
         lines = [line.strip() for line in self.logged().splitlines() if line.strip()]
         errors = traceback_errors(lines[-200:])
+        errors = [line for line in errors if not _PEER_LOST.search(line)] or errors
         last = errors[-1] if errors else lines[-1] if lines else ""
         if (self.exit_code() or 0) < 0:
             last = ""  # killed: its last line is about something else

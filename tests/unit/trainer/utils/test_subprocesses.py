@@ -42,6 +42,34 @@ def test_a_ranks_error_is_found_before_the_launchers_frame(tmp_path: Path) -> No
         child.stop()
 
 
+PEER_LOST = "RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:4"
+NO_ROOM = "CheckpointError: step 3: No space left on device"
+
+
+@pytest.mark.parametrize("lines", [[NO_ROOM, PEER_LOST], [PEER_LOST, NO_ROOM], [NO_ROOM]])
+def test_a_ranks_error_is_found_beside_that_of_its_peers(lines: list[str], tmp_path: Path) -> None:
+    assert _ended_with(lines, tmp_path).endswith(f": {NO_ROOM} (log: {tmp_path / 'ranks.log'})")
+
+
+def test_a_lost_peer_is_said_where_there_is_no_more_to_say(tmp_path: Path) -> None:
+    assert PEER_LOST in _ended_with([PEER_LOST], tmp_path)
+
+
+def _ended_with(lines: list[str], folder: Path) -> str:
+    said = folder / "said"
+    said.write_text("\n".join(lines) + "\n")
+    child = ChildProcess(
+        "ranks", ["sh", "-c", f"cat {said}; exit 1"], log=folder / "ranks.log", env={}
+    )
+    child.start()
+    try:
+        with pytest.raises(ChildError) as caught:
+            child.wait_until_ready(lambda: False, timeout_s=30)
+    finally:
+        child.stop()
+    return str(caught.value)
+
+
 def test_the_cause_of_an_end_is_found_among_json_lines(tmp_path: Path) -> None:
     program = "from tracegrad.log_format import *; write_json_log('rank'); {}['gone']"
     child = ChildProcess("ranks", [sys.executable, "-c", program], log=tmp_path / "log", env={})
