@@ -246,7 +246,8 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
         yield from model.named_parameters()
 
     with pytest.MonkeyPatch.context() as patch:
-        load = pusher._vllm.load
+        name = "load_staged" if pusher._stages else "load"
+        load = getattr(pusher._vllm, name)
 
         def call_then_load(served: ServedWeights) -> None:
             nonlocal caller
@@ -255,7 +256,7 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
             time.sleep(0.1)
             load(served)
 
-        patch.setattr(pusher._vllm, "load", call_then_load)
+        patch.setattr(pusher._vllm, name, call_then_load)
         pusher.push(1, call_half_way())
     caller.join(60)
     assert not failed
