@@ -351,9 +351,7 @@ class WeightPusher:
             raise
         except (PushError, OSError, ValueError) as error:
             self._take_watch()
-            raise PushError(
-                f"version {new.version} is not served, version {self.version} still is: {error}"
-            ) from error
+            raise PushError(f"version {new.version} is not pushed: {error}") from error
 
     def _take_watch(self) -> Stopwatch:
         """With what was measured since the last push."""

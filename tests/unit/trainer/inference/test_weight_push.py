@@ -79,7 +79,7 @@ def test_what_cannot_be_made_ready_holds_no_call(
     engine: SleepingEngine, pusher: WeightPusher, call: str
 ) -> None:
     engine.refuse = lambda number, path: path == call
-    with pytest.raises(PushError, match=r"version 1 is not served, version 0 still is.*not today"):
+    with pytest.raises(PushError, match=r"version 1 is not pushed: vLLM refused .*not today"):
         pusher.push(1, weights(1.0))
     assert set(engine.calls) <= set(LOAD)
     assert pusher.version == 0
