@@ -105,7 +105,7 @@ def litellm_python() -> Path:
         (CACHE.parent / ".gitignore").write_text("*\n")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
-        # The lock has all of them: pip trips over an extra that a dependency names (pydantic[email]).
+        # The lock has all of them: pip trips over a dependency's extra (pydantic[email]).
         subprocess.run([*pip, "--require-hashes", "--no-deps", "-r", str(LITELLM_LOCK)], check=True)
         done.touch()
     return interpreter

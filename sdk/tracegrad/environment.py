@@ -31,10 +31,6 @@ SDK_VARIABLES = {
     "TRACEGRAD_TAGS": Variable(
         default="none", what="tags of every rollout of this process: key=value,key2=value2"
     ),
-    "TRACEGRAD_HELD_OUT": Variable(
-        default="0",
-        what="1: every rollout of this process is held out: for evaluation, and never trained",
-    ),
     "TRACEGRAD_JOURNAL": Variable(
         default="$XDG_STATE_HOME/tracegrad/journal, else ~/.local/state/tracegrad/journal",
         what="folder of the events that have not reached the proxy yet",

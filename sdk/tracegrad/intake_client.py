@@ -89,11 +89,6 @@ async def intake(
     return _placed(found)
 
 
-def use_place(rollout_id: str) -> None:
-    """The rollout that is opened next here, or in a task that is started from here, takes it."""
-    _places.set(deque([rollout_id]))
-
-
 def take_place() -> str | None:
     """The id of a rollout that may be opened here; None: nobody asked for one."""
     places = _places.get()

@@ -50,7 +50,6 @@ from tracegrad.proxy.endpoints.metrics import GaugeSampler, metrics_route
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
-from tracegrad.proxy.endpoints.tasks import make_tasks_router
 from tracegrad.proxy.engine.intake_gate import IntakeGate
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
@@ -194,7 +193,6 @@ def create_app(
     pushes = links.pushes if links is not None else OwnGate(gate)
     app.include_router(make_control_router(recorder, pushes, store))
     app.include_router(make_intake_router(intake, metrics))
-    app.include_router(make_tasks_router(store))
     app.include_router(make_feedback_router(recorder, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import functools
 import os
-import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -33,19 +30,6 @@ _LOOK_AGAIN_S = 0.02
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Rlimits:
-    """`memory_mb`: MiB of addresses of each process; None: no bound."""
-
-    memory_mb: int | None = None
-
-    def apply(self) -> None:
-        """In the child, before its program."""
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        if self.memory_mb is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (self.memory_mb << 20, self.memory_mb << 20))
-
-
 async def run_process(
     command: Sequence[str] | str,
     *,
@@ -55,7 +39,6 @@ async def run_process(
     output: Path,
     marker: str,
     echo: Callable[[bytes], object] | None = None,
-    limits: Rlimits = Rlimits(),
 ) -> ProcessEnd:
     """Runs to its end, or to `timeout_s`; nothing of it is left then.
 
@@ -75,7 +58,7 @@ async def run_process(
         ours, theirs = os.pipe()
         reader = asyncio.create_task(capture.read(ours))
         try:
-            process = await _start(command, folder, environ, theirs, limits)
+            process = await _start(command, folder, environ, theirs)
         except OSError as error:
             name = command if isinstance(command, str) else command[0]
             return ProcessEnd(None, 0.0, error=f"{name}: {error.strerror or error}")
@@ -98,11 +81,7 @@ async def run_process(
 
 
 async def _start(
-    command: Sequence[str] | str,
-    folder: Path,
-    environ: Mapping[str, str],
-    output: int,
-    limits: Rlimits,
+    command: Sequence[str] | str, folder: Path, environ: Mapping[str, str], output: int
 ) -> asyncio.subprocess.Process:
     if isinstance(command, str):
         command = ["/bin/sh", "-c", command]
@@ -114,19 +93,13 @@ async def _start(
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=limits.apply if _prctl is None else functools.partial(_prepare, limits),
+        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
     )
 
 
-# Found here: the child of a fork may not look for it, another thread may hold the loader's lock.
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def _prepare(limits: Rlimits) -> None:
-    """In the child, before its program: it ends with its parent."""
-    assert _prctl is not None
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    limits.apply()
+def _die_with_parent() -> None:
+    """In the child, before its program."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class _Capture:

@@ -14,21 +14,17 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
     """`exit_code`: negative is a signal's number; None where it was never started, or did not end
-    by itself. `error`: why it could not be started. `last_line`: of what it printed.
-    `silent_s`: it was ended because it showed no life for so many seconds."""
+    by itself. `error`: why it could not be started. `last_line`: of what it printed."""
 
     exit_code: int | None
     seconds: float
     timed_out: bool = False
     error: str | None = None
     last_line: str = ""
-    silent_s: float | None = None
 
     def describe(self) -> str:
         if self.error is not None:
             return f"could not be started: {self.error}"
-        if self.silent_s is not None:
-            return f"printed nothing and made no LLM call for {self.silent_s:g} s, and was ended"
         if self.timed_out:
             return f"timed out after {self.seconds:.0f} s"
         assert self.exit_code is not None
@@ -56,7 +52,7 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
         said += f": {end.last_line}"
     if end.error is not None:
         return Classified(Outcome.ENV_ERROR, said)
-    if end.timed_out or end.silent_s is not None:
+    if end.timed_out:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
         return Classified(Outcome.BUDGET, end.describe())

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tracegrad.events import Outcome
+from tracegrad.runner.attempt import RewardFailed, RewardSource, read_reward
 from tracegrad.runner.outcomes import ProcessEnd, classify
-from tracegrad.runner.reward import RewardFailed, printed_reward
-from tracegrad.runner.task import RewardSource
 
 BAD_END = ProcessEnd(3, 1.0, last_line="no such tool")
 LATE = ProcessEnd(None, 60.0, timed_out=True)
@@ -47,7 +46,7 @@ def test_a_failure_is_the_policys_only_where_the_policy_was_asked(
     ],
 )
 def test_a_reward_is_read(end: ProcessEnd, source: RewardSource, value: float) -> None:
-    assert printed_reward(end, source) == value
+    assert read_reward(end, source) == value
 
 
 @pytest.mark.parametrize(
@@ -64,4 +63,4 @@ def test_a_reward_is_read(end: ProcessEnd, source: RewardSource, value: float) -
 )
 def test_a_broken_scorer_gives_no_reward(end: ProcessEnd, source: RewardSource, why: str) -> None:
     with pytest.raises(RewardFailed, match=why):
-        printed_reward(end, source)
+        read_reward(end, source)

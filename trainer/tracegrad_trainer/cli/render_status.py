@@ -29,7 +29,7 @@ _NOT_RESAMPLED = {
     "not_chat": "without messages",
     "tools": "with tools, which need their world",
     "media": "with media, whose tokens are not known",
-    "held_out": "held out",
+    "held_out": "held out (promotion.tags)",
 }
 MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.
@@ -223,7 +223,7 @@ def format_lags(lags: Mapping[str, float], dropped: Mapping[str, float]) -> str:
 
 
 def describe_unusable(reasons: Mapping[str, int]) -> str:
-    """`3 with tools, which need their world; 1 held out`"""
+    """`3 with tools, which need their world; 1 held out (promotion.tags)`"""
     some = [(count, _NOT_RESAMPLED[why]) for why, count in reasons.items() if why in _NOT_RESAMPLED]
     return "; ".join(f"{count} {meaning}" for count, meaning in sorted(some, reverse=True))
 

@@ -28,8 +28,8 @@ class PromotionSettings(BaseModel):
     )
     tags: dict[str, str] = Field(
         {"split": "held_out"},
-        description="with gate held_out: rollouts that carry all of these tags are held out, as"
-        " those are that were opened so (held_out=True); they are compared, and never trained",
+        description="with gate held_out: rollouts that carry all of these tags are held out; they"
+        " are compared, and never trained",
     )
     alpha: float = Field(
         0.05,

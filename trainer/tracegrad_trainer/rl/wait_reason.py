@@ -146,7 +146,6 @@ _STATES: Mapping[str, Callable[[str], str]] = {
     "no_reward": lambda n: f"{n} ended without a reward",
     "named_reward": lambda n: f'{n} with other rewards than the main one, named "reward"',
     "no_turns": lambda n: f"{n} ended without a recorded call",
-    "held_out": lambda n: f"{n} held out, which are never trained",
 }
 
 

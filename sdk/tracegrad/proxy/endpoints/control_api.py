@@ -78,7 +78,6 @@ class RolloutStartedBody(_EventBody):
     agent: str | None = None
     tags: dict[str, str] = {}
     task: Any = None
-    held_out: bool = False
     opened_at: Seconds | None = None
 
     def to_event(self, _: Caller, now: float) -> Event:

@@ -60,7 +60,6 @@ class RolloutRecord:
         None  # it has no reported end: it was closed after so long without a call
     )
     continues: str | None = None  # the rollout that its conversation goes on from
-    held_out: bool = False  # it is for evaluation, and never trained
     outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start
@@ -216,7 +215,7 @@ def _load_records(
         here = {row.rollout_id: row._mapping for row in rows}
     return [
         RolloutRecord(
-            **{**here[name], "held_out": bool(here[name]["held_out"])},
+            **here[name],
             tags=tags[name],
             outcomes=outcomes[name],
             rewards=rewards[name],

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, exists, func, or_, select
+from sqlalchemy import Connection, exists, func, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.store.expressions import has_tags, is_held_out
+from tracegrad.store.expressions import has_tags
 from tracegrad.store.models import RolloutPlaces, Rollouts, RolloutTags, Turns
 
 
@@ -17,7 +17,6 @@ class FirstTurn:
     rollout_id: str
     turn_id: str
     opened_at: float
-    held_out: bool  # it is marked so
 
 
 def newest_first_turns(
@@ -27,13 +26,11 @@ def newest_first_turns(
     without: str,
     named_by: str,
     since: float,
-    unopened_before: float,
     limit: int,
 ) -> list[FirstTurn]:
     """Of rollouts with all `tags`, without any tag of the key `without`, whose id no other rollout
     has as its tag `named_by`; the newest `limit` that were opened at `since` or later, newest
-    first. None that a driver had a place for, and of those that nobody opened (yet) only such of
-    before `unopened_before`: a turn may be stored before the tags and the mark are."""
+    first. None that a driver had a place for: a turn may be stored before the tags are."""
     tag, names = aliased(RolloutTags), aliased(RolloutTags)
     turns = aliased(Turns)
     first = (
@@ -43,11 +40,10 @@ def newest_first_turns(
         .scalar_subquery()
     )
     query = (
-        select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, is_held_out())
+        select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at)
         .join(Turns, Turns.seq == first)
         .where(
             Rollouts.opened_at >= since,
-            or_(Rollouts.opened, Rollouts.opened_at < unopened_before),
             has_tags(tags),
             ~exists().where(tag.rollout_id == Rollouts.rollout_id, tag.key == without),
             ~exists().where(RolloutPlaces.rollout_id == Rollouts.rollout_id),
@@ -56,7 +52,4 @@ def newest_first_turns(
         .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id)
         .limit(limit)
     )
-    return [
-        FirstTurn(rollout_id, turn_id, opened_at, bool(held_out))
-        for rollout_id, turn_id, opened_at, held_out in connection.execute(query).tuples()
-    ]
+    return [FirstTurn(*row) for row in connection.execute(query).tuples()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, exists, select
 
-from tracegrad.store.expressions import SCORED_OUTCOMES, is_held_out, latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, has_tags, latest_reward
 from tracegrad.store.models import Rollouts, Turns
 from tracegrad.store.rows import rows_of_keys
 
@@ -26,8 +26,7 @@ class HeldOutRollout:
 def held_out_rollouts(
     connection: Connection, tags: Mapping[str, str], versions: Collection[int]
 ) -> list[HeldOutRollout]:
-    """Those that are marked as held out or carry all `tags`, and of which one of `versions` sampled
-    a turn's last token; by their end."""
+    """Those with all `tags` that one of `versions` sampled a turn's last token of, by their end."""
     sampled = exists().where(
         Turns.rollout_id == Rollouts.rollout_id, Turns.last_version.in_(list(versions))
     )
@@ -37,7 +36,7 @@ def held_out_rollouts(
             Rollouts.finished_at.is_not(None),
             Rollouts.outcome.in_(SCORED_OUTCOMES),
             latest_reward().is_not(None),
-            is_held_out(tags),
+            has_tags(tags),
             sampled,
         )
         .order_by(Rollouts.finished_at, Rollouts.rollout_id)

@@ -273,7 +273,6 @@ def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[st
                 "task_id": event.task_id,
                 "agent": event.agent,
                 "task": event.task,
-                "held_out": event.held_out,
             }
             for event in new
         ],

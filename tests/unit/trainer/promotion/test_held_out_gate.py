@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,12 +36,13 @@ def look(run: ServedRun) -> str | None:
 
 
 def sample(run: ServedRun, version: int, rewards: list[float], kind: str = "") -> None:
-    """Held-out rollouts of one version, that end now: by their tags, and every other by mark."""
+    """Held-out rollouts of one version, that end now."""
     for i, reward in enumerate(rewards):
         name = f"{version}-{kind}{i}"
-        how: dict[str, Any] = {"held_out": True} if i % 2 else {"tags": HELD_OUT}
         run.store.append(
-            rollout_events(name, at=time.time(), reward=reward, version=version, turns=1, **how)
+            rollout_events(
+                name, at=time.time(), tags=HELD_OUT, reward=reward, version=version, turns=1
+            )
         )
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from support.store.events import make_turn
 from support.store.intake_requests import intake_request
-from tracegrad.events import RolloutInferred, RolloutStarted
+from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.cli.render_status import describe_unusable
@@ -34,21 +34,13 @@ def prompts_of(store: Store, held_out: dict[str, str] | None = None, **more: Any
 
 
 def live(
-    store: Store,
-    name: str,
-    *,
-    age_s: float = 10.0,
-    tags: dict[str, str] | None = None,
-    held_out: bool = False,
-    **call: Any,
+    store: Store, name: str, *, age_s: float = 10.0, tags: dict[str, str] | None = None, **call: Any
 ) -> None:
     """A rollout of two turns, the first with this call."""
     request = {"model": "m", "messages": [USER], **call.pop("request", {})}
     first = make_turn(f"{name}.0", name, request=request, **call)
     second = make_turn(f"{name}.1", name, parent=first, request={**request, "tools": [TOOL]})
-    opened = RolloutStarted(
-        rollout_id=name, opened_at=NOW - age_s, tags=tags or {}, held_out=held_out
-    )
+    opened = RolloutStarted(rollout_id=name, opened_at=NOW - age_s, tags=tags or {})
     store.append([opened, first, second])
 
 
@@ -83,14 +75,6 @@ def test_a_drivers_rollout_is_no_live_one_before_its_tags_are_there(store: Store
     assert taken(prompts_of(store)) == ["a"]
 
 
-def test_a_call_whose_opening_may_yet_come_is_no_live_one(store: Store) -> None:
-    """The opening may say that it is held out."""
-    for name, age_s in (("now", 1.0), ("nobodys", 6.0)):
-        turn = make_turn(name, name, request={"messages": [USER]}, created_at=NOW - age_s)
-        store.append([RolloutInferred(rollout_id=name), turn])
-    assert taken(prompts_of(store)) == ["nobodys"]
-
-
 def test_only_young_ones_with_all_tags(store: Store) -> None:
     live(store, "a", tags={"app": "chat", "user": "u1"})
     live(store, "b", tags={"app": "mail"})
@@ -120,7 +104,6 @@ def test_the_body_is_of_the_models_own_distribution(store: Store) -> None:
         ("no_request", {"request": {"messages": "none"}}),
         ("not_chat", {"dialect": "completions", "request": {"prompt": "once"}}),
         ("held_out", {"tags": {"split": "held_out", "app": "chat"}}),
-        ("held_out", {"held_out": True}),
     ],
 )
 def test_others_have_a_counted_reason(store: Store, reason: str, call: dict[str, Any]) -> None:
