@@ -121,6 +121,7 @@ def _row(
 ) -> tuple[ColumnValues, TextExtraction]:
     known = parent.tokens if parent else 0
     prompt = turn.prompt_token_ids
+    delta: bytes | BlobContent
     if parent is None:
         packed = _packed_prompt(prompt)
         digest, delta = packed.digest.copy(), packed.blob
