@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 from bench.guards.__main__ import SHARES, Found, page, plant, replayed
 from bench.guards.hacks import HACKS
 from bench.guards.recorded import RecordedRollout, RecordedRun, read_run
+from sqlalchemy import insert
 
 from support.trainer.prepared_run import fill
 from tracegrad.events import Turn
 from tracegrad.store import Store
+from tracegrad.store.models import TurnLedger
 from tracegrad_trainer.guards.behaviour import Behaviour, behaviour_of
 
 STOCK = {"type": "function", "function": {"name": "stock", "parameters": {"type": "object"}}}
@@ -79,12 +82,20 @@ def test_what_is_not_planted_is_not_found() -> None:
     assert plant(run_of(320), "questions", 0.0, seed=1) == Found(None, 0)
 
 
-def test_a_stores_rollouts_come_as_training_settled_them(tmp_path: Any) -> None:
+def test_a_stores_rollouts_come_as_training_settled_them(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/store.db"
-    with Store.open(url):
-        pass
-    fill(url, groups=3)
+    turns = fill(url, groups=3)
     assert read_run(url, 100).rollouts == 0  # nothing was looked at yet
+    with Store.open(url) as store, store.appending() as connection:
+        settled = [
+            {"turn_id": turn, "skip_reason": "equal_reward", "created_at": float(-number)}
+            for number, turn in enumerate(turns)
+        ]
+        connection.execute(insert(TurnLedger), settled)
+    run = read_run(url, 100)
+    assert [len(group) for group in run.groups] == [3, 3, 3]
+    assert [one.reward for one in run.groups[0]] == [1.0] * 3  # the last one was settled first
+    assert read_run(url, 4).rollouts == 4
 
 
 def test_the_page_counts_runs_alarms_and_hacks() -> None:
