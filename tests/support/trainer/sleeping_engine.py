@@ -167,17 +167,22 @@ class SleepingEngine:
             raise Refused("a weight update is already active")
         if "weights" in self.state.asleep:
             self.wrong.append("weights are loaded into memory that is not there")
-        self.state.updating, self.state.weight, self.state.incoming = True, None, []
+        self.state.updating, self.state.incoming = True, []
 
     def update_weights(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        paths = body["update_info"]["paths"]
+        info = body["update_info"]
+        paths = info["paths"]
         if not self.state.updating or not paths:
             self.state.updating = False
             raise Refused("paths: the update names no files")
+        if "parts" not in info:  # into the place of those that are served
+            self.state.weight = None
         self.state.incoming += [load_file(path)["w"].item() for path in paths]
         self.loaded += self.state.incoming[-len(paths) :]
 
     def finish_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        if not self.state.paused:
+            self.wrong.append("weights change while the engine computes")
         self.state.updating = False
         [self.state.weight] = self.state.incoming
         self.state.says, self.state.away = body["weight_version"], False

@@ -6,6 +6,7 @@ No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,6 +104,11 @@ class VllmControl:
 
     def load(self, served: ServedWeights) -> None:
         """Of an engine that is paused. If it fails, the engine has no usable weights."""
+        self._start()
+        self._send(served)
+        self.load_staged(served)
+
+    def _start(self) -> None:
         try:
             self._peer.post("/start_weight_update")
         except EngineLostError:
@@ -113,7 +119,18 @@ class VllmControl:
             with contextlib.suppress(PushError):
                 self._update({"paths": []})
             self._peer.post("/start_weight_update")
-        self._send(served)
+
+    def stage(self, served: ServedWeights, parts: Sequence[Sequence[str]]) -> None:
+        """Has an engine that runs make the weights ready, beside those that it serves, some names
+        at a time, with forward passes between them. If it fails, those are still served. What the
+        engine cannot make ready it leaves to `load_staged`."""
+        self._start()
+        for number, names in enumerate(parts, start=1):
+            info = {"names": names, "part": number, "parts": len(parts)}
+            self._update({"paths": list(served.paths), **info})
+
+    def load_staged(self, served: ServedWeights) -> None:
+        """As `load`, of what was staged."""
         version = {"weight_version": str(served.version)}
         self._peer.post("/finish_weight_update", json=version)
 

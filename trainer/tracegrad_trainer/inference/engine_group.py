@@ -68,6 +68,14 @@ class EngineGroup:
     def wake(self, tag: MemoryTag) -> None:
         self._each(lambda engine: engine.wake(tag))
 
+    def stage(self, served: ServedWeights, parts: Sequence[Sequence[str]]) -> None:
+        """Of engines that run. If it fails, all serve what they did."""
+        self._each(lambda engine: engine.stage(served, parts))
+
+    def load_staged(self, served: ServedWeights) -> None:
+        """As `load`, of what all have staged."""
+        self._each(lambda engine: engine.load_staged(served))
+
     def load(self, served: ServedWeights) -> None:
         """If it fails, none of them has weights that may be served."""
         self._each(lambda engine: engine.load(served))

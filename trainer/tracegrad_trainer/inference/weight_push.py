@@ -34,6 +34,7 @@ from tracegrad_trainer.inference.engine_sleep import (
     SleepSettings,
 )
 from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
+from tracegrad_trainer.inference.weight_buckets import names_in_parts
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
@@ -49,8 +50,8 @@ HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds by stage, in order: write, (connect,) hold, pause, load, set_version, resume, verify,
-    release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
+    """Seconds by stage, in order: write, connect or stage, hold, pause, load, set_version, resume,
+    verify, release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
     wake_cache, resume, verify, release; the step that was made meanwhile is in none of them."""
 
     version: int
@@ -117,6 +118,8 @@ class WeightPusher:
             raise ValueError("sleep: only of one engine, whose GPUs the ranks share")
         self._vllm = EngineGroup(urls, timeout_s, transport)
         self._connects = transport is not VllmControl
+        # An adapter is loaded into the old one's place, and an engine that sleeps has no room.
+        self._stages = not (self._connects or sleep or adapter is not None)
         if hold_ttl_s is None:
             # Nobody renews the hold of a pause, and a call that it let go would meet a paused
             # engine: its tokens would be of no known version.
@@ -307,7 +310,9 @@ class WeightPusher:
         """Seconds by stage."""
         self._vllm.ask_all()
         if self._connects:
-            self._connect(new)
+            self._prepare("connect", self._vllm.connect, new)
+        elif self._stages:
+            self._prepare("stage", lambda: self._vllm.stage(new, names_in_parts(new.paths)), new)
         self.stop_engine()
         watch = self._take_watch()
         try:
@@ -337,14 +342,14 @@ class WeightPusher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connect(self, new: ServedWeights) -> None:
-        """While calls still come."""
+    def _prepare(self, stage: str, prepare: Callable[[], None], new: ServedWeights) -> None:
+        """While calls still come, and the engine serves what it did."""
         try:
-            with self._watch.stage("connect"):
-                self._vllm.connect()
+            with self._watch.stage(stage):
+                prepare()
         except EngineLostError:
             raise
-        except PushError as error:
+        except (PushError, OSError, ValueError) as error:
             self._take_watch()
             raise PushError(f"version {new.version} is not pushed: {error}") from error
 
@@ -368,7 +373,7 @@ class WeightPusher:
         try:
             self._engine.take_weights(self._served, watch)
             with watch.stage("load"):
-                self._vllm.load(new)
+                (self._vllm.load_staged if self._stages else self._vllm.load)(new)
             with watch.stage("set_version"):
                 self._proxy.set_version(new.version)
         except Exception as error:
