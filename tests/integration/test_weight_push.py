@@ -16,7 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from support.engines.vllm_server import VllmServer, tiny_settings
 from support.trainer.tiny_model import (
@@ -348,10 +354,31 @@ def save_mixtral(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("untied", marks=pytest.mark.slow)])
+def save_qwen2(folder: Path) -> Path:
+    """With biases, which vLLM loads otherwise than matrices, and a head of its own."""
+    tokenizer = tiny_tokenizer()
+    sizes = tiny_sizes(len(tokenizer), hidden_size=128, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0
+    )
+    perturb(Qwen2ForCausalLM(config).float(), seed=9).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+MODELS = {
+    "mixtral": save_mixtral,
+    "biases": save_qwen2,
+    "untied": lambda folder: save_tiny_model(folder, tied=False),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "biases", pytest.param("untied", marks=pytest.mark.slow)]
+)
 def test_other_shapes_of_model_take_new_weights(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_mixtral(folder) if kind == "mixtral" else save_tiny_model(folder, tied=False)
+    folder = MODELS[kind](tmp_path / "model")
     model = load_model(folder)
     with VllmProcess(tiny_settings(folder, tmp_path / "vllm.log")) as process:
         process.wait_healthy(timeout=240)

@@ -49,6 +49,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
+    parts.append(Text(f"rollouts are weighed by objective.advantage = '{plan.rule}'", style="dim"))
     parts += [Text(line, style="dim") for line in _inferred(plan)]
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))

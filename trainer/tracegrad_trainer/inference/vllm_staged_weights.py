@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,11 +69,12 @@ def _available_bytes() -> int:
 
 
 class StagedWeights:
-    """`load` as often as it takes, `complete`, then `commit` between two forward passes."""
+    """`load` as often as it takes, `complete`, then `commit` between two forward passes; `close`
+    in any case."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shadows: list[tuple[nn.Module, nn.Module]] = []  # (layer, its shadow)
-        self._root = self._shadow_of(model, {})
+        self._root: Any = self._shadow_of(model, {})
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Whatever a model's `load_weights` raises: they do not fit."""
@@ -90,7 +92,8 @@ class StagedWeights:
         for layer, shadow in self._shadows:
             if get_layerwise_info(shadow).can_load() and (embedding := self._tied_to(layer)):
                 shadow._parameters["weight"] = embedding._parameters["weight"]
-                shadow.quant_method.process_weights_after_loading(shadow)
+                method: Any = shadow.quant_method
+                method.process_weights_after_loading(shadow)
                 get_layerwise_info(shadow).reset()
         missing = [
             name
@@ -105,12 +108,22 @@ class StagedWeights:
         has left in other attributes."""
         for layer, shadow in self._shadows:
             for name, tensor in shadow._parameters.items():
-                if tensor is not None:
-                    layer._parameters[name].data = tensor.data
+                served = layer._parameters[name]
+                if tensor is not None and served is not None:
+                    served.data = tensor.data
             had, has = vars(layer), vars(shadow)
             for name in has.keys() - set(_PARTS):
                 if had.get(name) is not has[name]:
                     had[name] = has[name]
+
+    def close(self) -> None:
+        """Gives the shadows' memory up. What vLLM knows of a layer, and each tensor's loader, refer
+        to it, so that nobody else would."""
+        for _, shadow in self._shadows:
+            get_layerwise_info(shadow).reset()
+            vars(shadow).clear()
+        self._shadows.clear()
+        self._root = None
 
     def _shadow_of(self, layer: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
         """It shares all of the layer but its tensors; children first, as they are tied last."""
@@ -154,7 +167,6 @@ def _empty(layer: nn.Module, shadow: nn.Module) -> None:
     if not fresh:
         return
     shadow._parameters = dict(fresh)
-    info.restore_metadata = (dict(fresh), {})
     info.restore_device = known.restore_device
     initialize_online_processing(shadow)
 
@@ -162,7 +174,7 @@ def _empty(layer: nn.Module, shadow: nn.Module) -> None:
 def _like(tensor: Tensor, layer: nn.Module, shadow: nn.Module) -> Tensor:
     """A parameter for the shadow, with the attributes and loaders of the layer's own."""
     if tensor.is_meta:
-        made = to_meta_tensor(tensor)
+        made: Tensor = to_meta_tensor(tensor)
     else:
         made = torch.empty_like(tensor.data)
         made.__class__, made.__dict__ = tensor.__class__, tensor.__dict__.copy()

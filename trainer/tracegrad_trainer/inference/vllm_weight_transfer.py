@@ -102,7 +102,7 @@ class SafetensorsWeightTransferEngine(
 
     def start_weight_update(self) -> None:
         # The engine may run: nothing is touched before there are weights.
-        self._staged = None
+        self._drop_staged()
         self._later = []
         self._is_loading = False
 
@@ -121,7 +121,7 @@ class SafetensorsWeightTransferEngine(
                 # All may have come before; it must fail all the same: a pusher ends an update so.
                 raise ValueError("paths: the update names no files")
         except BaseException:
-            self._staged = None
+            self._drop_staged()
             raise
 
     def _stage(self, update: SafetensorsUpdateInfo) -> None:
@@ -139,6 +139,11 @@ class SafetensorsWeightTransferEngine(
                 raise ValueError(f"{weights.current} does not fit: {error!r}") from error
         if update.part == update.parts:
             self._staged.complete()
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.close()
+        self._staged = None
 
     def _begin(self) -> None:
         # What a failed update had buffered must not be mixed into this one.
@@ -179,7 +184,7 @@ class SafetensorsWeightTransferEngine(
     def finish_weight_update(self) -> None:
         if self._staged is not None:
             self._staged.commit()
-            self._staged = None
+            self._drop_staged()
             return
         if self._later:
             with _opened(self._later) as files:

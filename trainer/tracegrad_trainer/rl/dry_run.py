@@ -71,6 +71,7 @@ class StepPlan:
     step: int
     version: int  # of the weights before it
     wanted: int  # groups
+    rule: str  # objective.advantage: what rollouts are compared with
     groups: list[GroupPlan]
     more: int  # groups that are ready beyond those looked at
     trained: int  # turns
@@ -145,6 +146,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         step=point.step + 1,
         version=point.version,
         wanted=batches.groups,
+        rule=settings.objective.advantage,
         groups=[_group(group, selection, titles[group.group_id]) for group in groups],
         more=len(left) + peek.more,
         trained=len(selection.trained),
