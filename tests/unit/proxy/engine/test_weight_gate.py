@@ -19,7 +19,7 @@ from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
 from tracegrad.proxy.engine.stream import EngineStream
-from tracegrad.proxy.engine.upstreams.base import Consume, Drained, UpstreamResponse
+from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained, UpstreamResponse
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import Unavailable
@@ -368,7 +368,9 @@ async def test_a_client_that_blocks_twice_at_the_start_is_seen_both_times() -> N
                 blocked.append(admission.blocked)
 
         class Engine:
-            async def deliver(self, consume: Consume, drained: Drained) -> None:
+            async def deliver(
+                self, consume: Consume, drained: Drained, frames: ConsumeFrames
+            ) -> None:
                 delta = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
                 said = sse.encode_event(orjson.dumps(delta)) * 4
                 assert consume(said + sse.DONE_EVENT)
