@@ -6,8 +6,8 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills soak gpu-check controls check install \
-	install-dev lock
+.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
+	controls cli-agent sql-agent check install install-dev lock
 
 install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
@@ -26,10 +26,10 @@ FILE_BY_FILE := $(PYTEST) --dist loadfile --no-loadscope-reorder
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; about 25 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients
-	$(FILE_BY_FILE) -m "(vllm or agents) and not slow" tests/integration tests/faults tests/agents
+	$(FILE_BY_FILE) -m "(vllm or agents or docker) and not slow" tests/integration tests/faults tests/agents
 
-test-fast: install-dev  ## no vLLM, no CLI agents, no client libraries' own suites
-	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents)" --ignore=tests/clients
+test-fast: install-dev  ## no vLLM, no CLI agents, no containers, no client libraries' own suites
+	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker)" --ignore=tests/clients
 
 test-long: test  ## the long forms too
 	$(BIN)/python -m pytest -m slow
@@ -46,6 +46,9 @@ bench-trainer: install-dev  ## one optimizer step beside a plain PyTorch loop an
 bench-kills: install-dev  ## the demo's task while its processes are killed, 105 times; writes docs/bench-kills.md
 	@exec $(BIN)/python -m bench.kills
 
+bench-rollouts: install-dev  ## rollouts a minute under four schedules (HARBOR_PYTHON: one with harbor), what a rollout takes; writes docs/bench-rollouts.md
+	@exec $(BIN)/python -m bench.rollouts $(if $(HARBOR_PYTHON),--harbor-python $(HARBOR_PYTHON))
+
 soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
 	@exec $(BIN)/python -m bench.soak
 
@@ -57,6 +60,12 @@ live: install  ## a chat service learns from late thumbs; an exploit is noticed 
 
 controls: install  ## three seeds rise; learning rate 0 and shuffled rewards do not (long form)
 	@exec $(BIN)/python -m examples.shop.controls
+
+cli-agent: install-dev  ## mini-swe-agent, unmodified, learns in Docker sandboxes: three seeds rise, two controls do not
+	@exec $(BIN)/python -m examples.cli_agent
+
+sql-agent: install-dev  ## a LangGraph agent learns to write SQL: three seeds rise, two controls do not
+	@exec $(BIN)/python -m examples.sql_agent
 
 check: install-dev
 	$(BIN)/ruff check .

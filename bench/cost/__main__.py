@@ -74,7 +74,9 @@ of {ROW:,}. A step is {STEP_TOKENS >> 20} million tokens. What does not fit need
 _TRANSFERS = """
 ## Push and checkpoint, seconds
 
-A push goes by files in shared memory, through rank 0 alone; a checkpoint is written by all ranks.
+A push goes to files in shared memory, through rank 0 alone, while the engine goes on; the engine
+*waits* while it loads them, or with `push.transport = "ipc"` what the ranks gather once more. A
+checkpoint is written by all ranks.
 *Interval* is the least `checkpoint.every_steps` at which the disk keeps up. Resuming with another
 number of GPUs reads as much: each rank reads what its shards need.
 """
@@ -152,9 +154,11 @@ def transfer_table(hardware: Hardware) -> str:
             every = interval_for(
                 shapes, hardware, gpus=gpus, step_s=STEP_TOKENS / step.tokens_per_s
             )
-            shown = [sum(push.values()), push["write"], *saved.values()]
+            shared = push_seconds(shapes, hardware, gpus=gpus, transport="ipc")["load"]
+            shown = [sum(push.values()), push["write"], push["load"], shared, *saved.values()]
             rows.append([name, str(gpus), *map(number, shown), str(every)])
-    header = ["model", "GPUs", "push", "of it to write", "checkpoint: training waits", "written"]
+    header = ["model", "GPUs", "push", "of it to write", "engine waits", "with ipc"]
+    header += ["checkpoint: training waits", "written"]
     return markdown([*header, "resumed from", "model loaded from its files", "interval"], rows)
 
 

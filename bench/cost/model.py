@@ -9,7 +9,7 @@ that they are bounds from below. `measured` holds them against a CPU.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -145,15 +145,22 @@ def memory_cost(
     return MemoryCost(gpu=found.on_device, host=ranks * found.on_host)
 
 
-def push_seconds(shapes: Shapes, hardware: Hardware, *, gpus: int) -> dict[str, float]:
-    """By stage, of files in shared memory: rank 0 gathers every tensor and writes it, the engine
-    reads it and copies it to its GPU."""
+def push_seconds(
+    shapes: Shapes, hardware: Hardware, *, gpus: int, transport: Literal["files", "ipc"] = "files"
+) -> dict[str, float]:
+    """By stage. Either way rank 0 gathers every tensor and writes it to files in shared memory,
+    while the engine goes on. In `load` it stands still: it reads the files and copies them to its
+    GPU; or (ipc) all ranks gather once more, and rank 0 copies to a GPU of the engine."""
     share = (gpus - 1) / gpus
+    gather = shapes.served * share / hardware.collective(gpus)
+    load = shapes.served / hardware.pageable  # files are mapped: not pinned either
+    if transport == "ipc":
+        load = gather + shapes.served / hardware.link
     return {
-        "gather": shapes.served * share / hardware.collective(gpus),
+        "gather": gather,
         "to host": shapes.served / hardware.pageable,
         "write": shapes.served / hardware.shared_memory,
-        "load": shapes.served / hardware.pageable,  # files are mapped: not pinned either
+        "load": load,
     }
 
 

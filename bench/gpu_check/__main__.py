@@ -26,6 +26,7 @@ from bench.gpu_check import (
     memory,
     parity,
     profile,
+    pushes,
     resume,
     serving,
     speed,
@@ -36,20 +37,21 @@ from bench.proxy.machine import commit
 from bench.tables import markdown
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess
 
-# In this order: what the later ones rest on, and what one wants to know first, comes first.
+# In this order: what is wrong before what is slow; what others rest on before them.
 CHECKS = (
     Check("kernels", 60, kernels.check),
     Check("collectives", 40, collectives.check),
-    Check("speed", 300, speed.check),
-    Check("profile", 40, profile.check),
     Check("parity", 120, parity.check),
+    Check("checkpoint", 60, checkpoints.check_saved),
+    Check("kill and resume", 120, resume.check),
+    Check("export", 40, checkpoints.check_export),
     Check("memory estimate", 120, memory.check_estimate),
     Check("long rows", 120, memory.check_long_rows),
-    Check("checkpoint", 60, checkpoints.check_saved),
-    Check("export", 40, checkpoints.check_export),
-    Check("kill and resume", 120, resume.check),
+    Check("pushes by each transport", 120, pushes.check),
     Check("serve, ten pushes and a kill", 420, serving.check_served),
-    Check("served precision", 300, serving.check_precision),
+    Check("served precision", 225, serving.check_precision),
+    Check("speed", 300, speed.check),
+    Check("profile", 40, profile.check),
 )
 BUDGET_S = 1800
 PAGE = "docs/gpu-check.md"

@@ -112,7 +112,8 @@ def _row(step: StepRecord) -> list[str]:
 def check_precision(machine: Machine) -> Finding:
     if find_spec("vllm") is None:
         return NO_VLLM
-    asked = list(SERVED) if not machine.tiny else ["float32"]
+    # In bfloat16 the pushes by each transport were held against the trainer before.
+    asked = ["float32"] if machine.tiny else [name for name in SERVED if name != "bfloat16"]
     return judge_precision(asked, measured_gaps(asked))
 
 

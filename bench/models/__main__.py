@@ -6,9 +6,10 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench.models.families import FAMILIES
+from bench.models.families import FAMILIES, IMPORTS
 from bench.models.measured import Measured, measure
 from bench.pages import clock, parser_of, publish
 from bench.proxy.machine import description
@@ -22,7 +23,7 @@ and are exported with all weights, with adapters merged into them, and as adapte
 columns are the largest difference of a log-probability (nats) between transformers' of the export,
 with its own attention, a row at a time, and the trainer's, of packed rows; and the median
 difference between what vLLM samples from the export and transformers' of the same. All in float32,
-but for Qwen 3.5 in vLLM, whose CPU build computes it in bfloat16 alone.
+but for what a note names.
 """
 
 
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def page(found: Sequence[Measured], *, with_vllm: bool) -> str:
     packages = ["torch", "transformers", "peft", *(["vllm"] if with_vllm else [])]
+    packages += [each for each in sorted(set(IMPORTS.values())) if find_spec(each)]
     lines = [_TEXT, *(f"- {line}" for line in description(packages)), ""]
     notes: list[str] = []
     rows = [_row(one, notes) for one in found]
@@ -63,6 +65,10 @@ def _row(one: Measured, notes: list[str]) -> list[str]:
         else ""
         for cell in cells
     ]
+    if one.rounding is not None:
+        dtype, apart = one.rounding
+        said = f"{one.name}: vLLM's CPU build has it in {dtype} alone, in which transformers is"
+        shown[-1] = _note(f"{said} {apart:.0e} from its own float32", notes, shown[-1])
     return [one.name, "yes", *shown]
 
 

@@ -43,12 +43,14 @@ PROMPT, PROMPTS, SAMPLED = 40, 8, 16
 @dataclass(slots=True)
 class Measured:
     """Largest differences of log-probabilities (nats) in transformers by form of export, the median
-    one in vLLM; or why there is none."""
+    one in vLLM; or why there is none. `rounding`: where vLLM has it in another dtype than float32,
+    the median one of transformers in that dtype, of the same tokens."""
 
     name: str
     refused: str = ""
     transformers: dict[str, float | str] = field(default_factory=dict)
     vllm: float | str = ""
+    rounding: tuple[str, float] | None = None
 
 
 def measure(name: str, config: PreTrainedConfig, folder: Path, *, serve: bool) -> Measured:
@@ -66,7 +68,7 @@ def measure(name: str, config: PreTrainedConfig, folder: Path, *, serve: bool) -
             lambda form=form: _exported(model, folder / form, {"lora": {"rank": 4}}, form=form)  # type: ignore[misc]
         )
     if serve:
-        found.vllm = _or_why(lambda: _served(name, folder / "whole", folder))
+        found.vllm = _or_why(lambda: _served(found, folder / "whole", folder))
     return found
 
 
@@ -108,11 +110,9 @@ def _exported(model: Path, out: Path, settings: dict[str, Any], *, form: str = "
     return float((torch.cat([_logprobs(loaded.eval(), row) for row in order]) - ours).abs().max())
 
 
-def _loaded(folder: Path) -> Any:
+def _loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """With the attention that leaves nothing out: transformers' default has no soft caps."""
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    )
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
 
 
 def _trained(model: Path, made: Sequence[Row], settings: dict[str, Any]) -> Learner:
@@ -138,9 +138,9 @@ def _logprobs(model: Any, row: Row) -> Tensor:
     return chosen
 
 
-def _served(name: str, model: Path, folder: Path) -> float:
+def _served(found: Measured, model: Path, folder: Path) -> float:
     """The median difference of what vLLM samples from an export to transformers' of the same."""
-    needed = IMPORTS.get(name)
+    needed = IMPORTS.get(found.name)
     if needed and importlib.util.find_spec(needed) is None:
         raise ValueError(f"vLLM's code of it imports {needed}, which is not installed here")
     state = folder / "vllm"
@@ -152,17 +152,24 @@ def _served(name: str, model: Path, folder: Path) -> float:
         max_model_len=512,
         kv_cache_memory_bytes=64 << 20,
         tool_call_parser=None,
-        **({"dtype": "float32"} | VLLM.get(name, {})),
+        **(options := {"dtype": "float32"} | VLLM.get(found.name, {})),
     )
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, (PROMPTS, PROMPT), generator=draw).tolist()
     with VllmProcess(settings) as engine:
         engine.wait_healthy()
         samples = sample_probes(engine.url, prompts, tokens=SAMPLED)
-    loaded = _loaded(model).eval()
     ids = torch.tensor([[*one.prompt_token_ids, *one.token_ids] for one in samples])
-    with torch.no_grad():
-        logits = loaded(ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1)
-    known = logits.gather(-1, ids[:, PROMPT:, None]).flatten()
+    known = _sampled_logprobs(_loaded(model), ids)
+    if (dtype := options["dtype"]) != "float32":
+        rounded = _sampled_logprobs(_loaded(model, getattr(torch, dtype)), ids)
+        found.rounding = (dtype, float((rounded - known).abs().median()))
     served = torch.tensor([value for one in samples for value in one.logprobs])
     return float((served - known).abs().median())
+
+
+@torch.no_grad()
+def _sampled_logprobs(model: Any, ids: Tensor) -> Tensor:
+    logits = model.eval()(ids).logits[:, PROMPT - 1 : -1].float().log_softmax(-1)
+    chosen: Tensor = logits.gather(-1, ids[:, PROMPT:, None]).flatten()
+    return chosen

@@ -105,7 +105,8 @@ def litellm_python() -> Path:
         (CACHE.parent / ".gitignore").write_text("*\n")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
         pip = [str(interpreter), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, "--require-hashes", "-r", str(LITELLM_LOCK)], check=True)
+        # The lock has all of them: pip trips over a dependency's extra (pydantic[email]).
+        subprocess.run([*pip, "--require-hashes", "--no-deps", "-r", str(LITELLM_LOCK)], check=True)
         done.touch()
     return interpreter
 

@@ -87,8 +87,33 @@ def save_small_model(folder: Path) -> None:
 
 
 def _measured(name: str, folder: Path, state: Path) -> list[list[str]]:
+    settings = small_engine(name, folder, state)
+    allowed = precision_of(settings.serving_dtype)
+    found = []
+
+    def note(push: str, model: Any) -> None:
+        gap, verdict = served_gap(settings.url, model, allowed)
+        sizes = [f"{value:.1e}" for value in (gap.p50, gap.p99, gap.mean)]
+        found.append([name, push, *sizes, verdict])
+
+    with VllmProcess(settings) as engine:
+        engine.wait_healthy()
+        with WeightPusher(engine.url, checkpoint=folder) as pusher:
+            for version in (1, 2):
+                new = perturbed(load_small(folder), version)
+                pusher.push(version, new.named_parameters())
+                note("right", new)
+            stale = perturbed(load_small(folder), 3)
+            stale.model.layers[0].load_state_dict(new.model.layers[0].state_dict())
+            pusher.push(3, stale.named_parameters())
+            note("first block stale", perturbed(load_small(folder), 3))
+    return found
+
+
+def small_engine(name: str, folder: Path, state: Path) -> VllmSettings:
+    """Of the model in `folder`, served in the dtype of this name; `state`: a new folder."""
     state.mkdir(mode=0o700)
-    settings = VllmSettings(
+    return VllmSettings(
         model=str(folder),
         socket=state / "vllm.sock",
         log=state / "vllm.log",
@@ -97,34 +122,14 @@ def _measured(name: str, folder: Path, state: Path) -> list[list[str]]:
         tool_call_parser=None,
         **SERVED[name],
     )
-    allowed = precision_of(settings.serving_dtype)
-    found = []
-
-    def note(push: str, model: Any) -> None:
-        gap, verdict = _gap(settings.url, model, allowed)
-        sizes = [f"{value:.1e}" for value in (gap.p50, gap.p99, gap.mean)]
-        found.append([name, push, *sizes, verdict])
-
-    with VllmProcess(settings) as engine:
-        engine.wait_healthy()
-        with WeightPusher(engine.url, checkpoint=folder) as pusher:
-            for version in (1, 2):
-                new = _perturbed(_load(folder), version)
-                pusher.push(version, new.named_parameters())
-                note("right", new)
-            stale = _perturbed(_load(folder), 3)
-            stale.model.layers[0].load_state_dict(new.model.layers[0].state_dict())
-            pusher.push(3, stale.named_parameters())
-            note("first block stale", _perturbed(_load(folder), 3))
-    return found
 
 
-def _load(folder: Path) -> Any:
+def load_small(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-def _perturbed(model: Any, seed: int) -> Any:
+def perturbed(model: Any, seed: int) -> Any:
     """Every parameter moved by a third of its own spread."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
@@ -134,7 +139,7 @@ def _perturbed(model: Any, seed: int) -> Any:
 
 
 @torch.no_grad()
-def _gap(url: str, model: Any, allowed: Any) -> tuple[LogprobGap, str]:
+def served_gap(url: str, model: Any, allowed: Any) -> tuple[LogprobGap, str]:
     draw = torch.Generator().manual_seed(0)
     prompts = torch.randint(3, VOCABULARY, (PROBE_PROMPTS, PROMPT_TOKENS), generator=draw).tolist()
     samples = sample_probes(url, prompts, tokens=SAMPLED)

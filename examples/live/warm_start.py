@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from examples.shop import model
-from examples.shop.warm_start import Batches, Progress, Recipe, fit, labels_of
+from examples.shop.supervised import Batches, Progress, Schedule, fit, kept, labels_of
 
 from .users import ASKS_BACK, REPLIES, STYLES, User
 
-RECIPE = Recipe(hidden=96, layers=3, vocab_size=420, steps=300, learning_rate=2e-3)
+RECIPE = Schedule(hidden=96, layers=3, vocab_size=420, steps=300, learning_rate=2e-3)
 # As often as each style is shown, and how often any of them asks back.
 WEIGHTS, ASKING = (0.3, 0.3, 0.4), 0.25
 
 
 def warm_start(root: Path, progress: Progress | None = None) -> Path:
     """The directory of the model, made now unless `root` has it already."""
-    here = Path(__file__).parent
-    parts = [RECIPE.digest(), *((here / f"{n}.py").read_text() for n in ("users", "warm_start"))]
-    directory = root / f"model-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}"
-    if directory.exists():
-        return directory
-    draft = root / f"{directory.name}.draft-{os.getpid()}"
-    draft.mkdir(parents=True, exist_ok=True)
-    try:
-        torch.manual_seed(RECIPE.seed)
-        texts = _texts(random.Random("tokenizer"))
-        tokenizer = model.train_tokenizer((next(texts) for _ in range(2000)), RECIPE.vocab_size)
-        weights = model.new_model(tokenizer, hidden=RECIPE.hidden, layers=RECIPE.layers)
-        fit(weights, _batches(tokenizer), RECIPE, progress)
-        model.save(weights, tokenizer, draft)
-        draft.rename(directory)  # a directory that exists is complete
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return directory
+    sources = [Path(__file__), Path(__file__).with_name("users.py")]
+    return kept(root / f"model-{RECIPE.digest(sources)}", lambda: _train(progress))
+
+
+def _train(progress: Progress | None) -> tuple[Any, Any]:
+    torch.manual_seed(RECIPE.seed)
+    texts = _texts(random.Random("tokenizer"))
+    tokenizer = model.train_tokenizer((next(texts) for _ in range(2000)), RECIPE.vocab_size)
+    weights = model.new_model(tokenizer, hidden=RECIPE.hidden, layers=RECIPE.layers)
+    fit(weights, _batches(tokenizer), RECIPE, progress)
+    return tokenizer, weights
 
 
 def _texts(rng: random.Random) -> Iterator[str]:

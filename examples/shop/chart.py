@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from .drive import Score
+from .rollouts import Score
 
 BLUE, ORANGE, GREEN, GREY = "#2a6f97", "#e07a1f", "#2f8f5b", "#8a9099"
 

@@ -42,6 +42,7 @@ class Measured:
     after: float
     tasks: int
     versions: int
+    greedy: tuple[float, float] = (0.0, 0.0)  # the same without chance: before and after
 
     @property
     def rise(self) -> float:
@@ -79,9 +80,9 @@ def variants(*, seeds: int, model_seeds: bool) -> list[Variant]:
     ]
 
 
-def measure(variant: Variant, *, steps: int, tasks: int) -> Measured:
-    """One run of the demo. RuntimeError if it ended without a result."""
-    command = [sys.executable, "-m", "examples.shop.demo", *variant.arguments]
+def measure(variant: Variant, *, demo: str, steps: int, tasks: int) -> Measured:
+    """One run of the module `demo`. RuntimeError if it ended without a result."""
+    command = [sys.executable, "-m", demo, *variant.arguments]
     command += ["--steps", str(steps), "--tasks", str(tasks)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.strip().splitlines()
@@ -96,20 +97,27 @@ def measure(variant: Variant, *, steps: int, tasks: int) -> Measured:
         summary["sampled_after"],
         tasks,
         summary["policy_versions"],
+        (summary["success_before"], summary["success_after"]),
     )
 
 
 def run(
-    chosen: Sequence[Variant], *, steps: int, tasks: int, required: float, console: Console
-) -> list[str]:
-    """Measures all and prints a table; returns what is wrong, a line each."""
+    chosen: Sequence[Variant],
+    *,
+    steps: int,
+    tasks: int,
+    required: float,
+    console: Console,
+    demo: str = "examples.shop.demo",
+) -> tuple[list[Measured], list[str]]:
+    """Measures all and prints a table; returns it, and what is wrong, a line each."""
     table = Table(box=None, padding=(0, 3, 0, 0))
     for name in ("variant", "before", "after", "rise", "versions", "as it must"):
         table.add_column(name)
     found = []
     for variant in chosen:
         console.print(f"{variant.name} ...")
-        found.append(measure(variant, steps=steps, tasks=tasks))
+        found.append(measure(variant, demo=demo, steps=steps, tasks=tasks))
     seeds = mean(measured.rise for measured in found if measured.variant.rises)
     wrong = []
     for measured in found:
@@ -125,7 +133,20 @@ def run(
             problem or "yes",
         )
     console.print(table)
-    return wrong
+    return found, wrong
+
+
+def summary(found: Sequence[Measured]) -> dict[str, object]:
+    """The seeds' means, and each variant's success before and after."""
+    seeds = [measured for measured in found if measured.variant.rises]
+    return {
+        "success_before": round(mean(measured.before for measured in seeds), 3),
+        "success_after": round(mean(measured.after for measured in seeds), 3),
+        "greedy_before": round(mean(measured.greedy[0] for measured in seeds), 3),
+        "greedy_after": round(mean(measured.greedy[1] for measured in seeds), 3),
+        **{each.variant.name: [round(each.before, 3), round(each.after, 3)] for each in found},
+        "policy_versions": sum(measured.versions for measured in found),
+    }
 
 
 def main() -> int:
@@ -133,7 +154,7 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
     seeds, steps, tasks, required = (1, 10, 150, 0.2) if short else (3, 32, 200, 0.4)
-    wrong = run(
+    _, wrong = run(
         variants(seeds=seeds, model_seeds=not short),
         steps=steps,
         tasks=tasks,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,6 +35,9 @@ class Phase:
             print(f"  {self.name}{count}  {self.note}", flush=True)
 
 
+Seen = Callable[[int, int, float], None]  # steps done, steps in all, loss
+
+
 class Screen:
     """Everything but the last line of the demo goes through here."""
 
@@ -57,6 +61,14 @@ class Screen:
             yield phase
         seconds = time.monotonic() - started
         self.console.print(f"[green]✓[/] {name}  [dim]{seconds:.0f} s[/]  {phase.note}")
+
+    def warm_start(self, steps: int, make: Callable[[Seen], Path]) -> Path:
+        """What `make` gives, which is told whom to report steps and loss to."""
+        with self.phase("warm start", steps) as phase:
+            folder = make(lambda done, _, loss: phase.update(done, f"loss {loss:.2f}"))
+            if not phase.note:
+                phase.note = "kept from an earlier run"
+        return folder
 
     def _bars(self) -> Progress:
         return Progress(

@@ -8,64 +8,32 @@ the model learns to copy results instead of learning them by heart.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import random
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import cross_entropy
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from . import agent, model, tasks
-
-Progress = Callable[[int, int, float], None]  # steps done, steps in all, loss
-Batches = Iterator[tuple[torch.Tensor, torch.Tensor]]  # input ids, labels: both [batch, longest]
-IGNORED = -100
-LABELS_A_TEXT = 25  # on average
+from .supervised import Progress, Schedule, batches_of, fit, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class Recipe(Schedule):
     """All that decides the weights, besides the code. Equal recipes give equal directories."""
 
-    seed: int = 0
-    hidden: int = 128
-    layers: int = 4
-    vocab_size: int = 700
-    steps: int = 440
-    batch_size: int = 16
-    learning_rate: float = 1.5e-3
-    warm_up: int = 30
-    decay_share: float = 0.5  # the last part of the steps, with linear decay to zero
     mistakes: float = 0.65  # share of demonstrations that make their kind's mistake
     totals: float = 0.5  # share of demonstrations that ask for a total
 
-    def learning_rate_at(self, step: int) -> float:
-        rising = (step + 1) / self.warm_up
-        falling = (self.steps - step) / (self.steps * self.decay_share)
-        return self.learning_rate * min(1.0, rising, falling)
-
-    def digest(self) -> str:
-        """Identifies the recipe together with the code and the libraries that carry it out."""
-        import transformers
-
-        folder = Path(__file__).parent
-        parts = [
-            json.dumps(asdict(self), sort_keys=True),
-            json.dumps(agent.TOOLS),
-            *((folder / f"{name}.py").read_text() for name in ("tasks", "model", "warm_start")),
-            torch.__version__,
-            transformers.__version__,
-        ]
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    def directory(self, root: Path) -> Path:
+        sources = [Path(__file__), Path(__file__).with_name("tasks.py")]
+        return root / f"model-{self.digest(sources, json.dumps(agent.TOOLS))}"
 
 
 def warm_start(
@@ -75,18 +43,7 @@ def warm_start(
 ) -> Path:
     """The directory of the warm-started model, made now unless `root` has it already."""
     recipe = recipe or Recipe()
-    directory = root / f"model-{recipe.digest()}"
-    if directory.exists():
-        return directory
-    draft = root / f"{directory.name}.draft-{os.getpid()}"
-    draft.mkdir(parents=True, exist_ok=True)
-    try:
-        tokenizer, weights = train(recipe, progress)
-        model.save(weights, tokenizer, draft)
-        draft.rename(directory)  # a directory that exists is complete
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return directory
+    return kept(recipe.directory(root), lambda: train(recipe, progress))
 
 
 def train(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Any]:
@@ -94,29 +51,13 @@ def train(recipe: Recipe, progress: Progress | None = None) -> tuple[Any, Any]:
     torch.manual_seed(recipe.seed)
     tokenizer = model.train_tokenizer(corpus(), recipe.vocab_size)
     weights = model.new_model(tokenizer, hidden=recipe.hidden, layers=recipe.layers)
-    fit(weights, _batches(tokenizer, recipe), recipe, progress)
+    rng = random.Random(f"demonstrations {recipe.seed}")
+
+    def texts(count: int) -> list[str]:
+        return _texts([demonstration(rng, recipe.mistakes, recipe.totals) for _ in range(count)])
+
+    fit(weights, batches_of(texts, tokenizer, recipe, rng.sample), recipe, progress)
     return tokenizer, weights
-
-
-def fit(weights: Any, batches: Batches, recipe: Recipe, progress: Progress | None = None) -> None:
-    """The recipe's steps, on one batch each."""
-    optimizer = torch.optim.AdamW(
-        weights.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-    )
-    for step in range(recipe.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate_at(step)
-        input_ids, labels = next(batches)
-        logits = weights(input_ids=input_ids, use_cache=False).logits
-        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        # Not the batch's own mean: its texts are of one length, and each text has to count alike.
-        loss = loss / (recipe.batch_size * LABELS_A_TEXT)
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(weights.parameters(), 1.0)
-        optimizer.step()
-        if progress:
-            progress(step + 1, recipe.steps, loss.item())
 
 
 def demonstration(rng: random.Random, mistakes: float, totals: float) -> list[dict[str, Any]]:
@@ -157,36 +98,6 @@ def _texts(conversations: list[list[dict[str, Any]]]) -> list[str]:
         conversations=conversations, tools=agent.TOOLS, chat_template=model.CHAT_TEMPLATE
     )
     return list(texts)
-
-
-def _batches(tokenizer: Any, recipe: Recipe) -> Batches:
-    """Endless; only the assistant's words are labels."""
-    rng = random.Random(f"demonstrations {recipe.seed}")
-    while True:
-        texts = _texts(
-            [
-                demonstration(rng, recipe.mistakes, recipe.totals)
-                for _ in range(recipe.batch_size * 8)
-            ]
-        )
-        texts.sort(key=len)  # equal lengths together: less padding to compute
-        starts = range(0, len(texts), recipe.batch_size)
-        for start in rng.sample(starts, len(starts)):
-            batch = texts[start : start + recipe.batch_size]
-            input_ids = tokenizer(batch, padding=True, return_tensors="pt")["input_ids"]
-            yield input_ids, labels_of(input_ids, tokenizer)
-
-
-def labels_of(input_ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    begin, end = tokenizer.convert_tokens_to_ids([model.ASSISTANT, model.END])
-    labels = torch.full_like(input_ids, IGNORED)
-    for row, ids in enumerate(input_ids.tolist()):
-        speaking = False
-        for column, token in enumerate(ids):
-            if speaking:
-                labels[row, column] = token
-            speaking = (speaking or token == begin) and token != end
-    return labels
 
 
 def main() -> None:

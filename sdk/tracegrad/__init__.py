@@ -14,6 +14,8 @@ LLM calls to the proxy at TRACEGRAD_URL (default http://127.0.0.1:4141) that are
 belong to the rollout. Importing starts nothing and reaches for no network.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tracegrad.context import Rollout, tags
 from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
@@ -24,12 +26,26 @@ from tracegrad.version import VERSION
 
 __version__ = VERSION
 
+if TYPE_CHECKING:
+    from tracegrad.runner.training_run import RunReport, run, run_async
+
+
+def __getattr__(name: str) -> Any:
+    # asyncio and the runner are loaded where somebody runs tasks: an agent's process stays light.
+    if name in ("RunReport", "run", "run_async"):
+        from tracegrad.runner import training_run
+
+        return getattr(training_run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "Feedback",
     "Intake",
     "Outcome",
     "Reward",
     "Rollout",
+    "RunReport",
     "Stats",
     "__version__",
     "feedback",
@@ -37,6 +53,8 @@ __all__ = [
     "intake",
     "reward",
     "rollout",
+    "run",
+    "run_async",
     "stats",
     "tags",
     "trace",

@@ -14,6 +14,8 @@ _GOOGLE_BASES = ("GOOGLE_GEMINI_BASE_URL",)
 _KEYS = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY")
 # Keys that clients would send in place of those above, or beside them.
 _OTHER_KEYS = ("ANTHROPIC_AUTH_TOKEN", "GOOGLE_API_KEY")
+# Makes whatever a process opens held out, too (`context.is_held_out`).
+HELD_OUT_VARIABLE = "TRACEGRAD_HELD_OUT"
 # The admin's: whoever has it can give any rollout a reward.
 _ADMIN_KEY = "TRACEGRAD_API_KEY"
 
@@ -28,9 +30,11 @@ def client_variables(base_url: str, api_key: str) -> dict[str, str | None]:
     }
 
 
-def subprocess_environ(base_url: str, api_key: str) -> dict[str, str]:
+def subprocess_environ(base_url: str, api_key: str, *, held_out: bool = False) -> dict[str, str]:
     """A copy of `os.environ` with `client_variables` in it, and without the admin's key."""
     found = {name: value for name, value in os.environ.items() if name != _ADMIN_KEY}
+    if held_out:
+        found[HELD_OUT_VARIABLE] = "1"
     set_variables(found, client_variables(base_url, api_key))
     return found
 

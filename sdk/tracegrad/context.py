@@ -17,7 +17,7 @@ from contextvars import ContextVar, Token
 from typing import Any, NoReturn, SupportsFloat, TypeVar
 from urllib.parse import urlsplit
 
-from tracegrad.client_environ import subprocess_environ
+from tracegrad.client_environ import HELD_OUT_VARIABLE, subprocess_environ
 from tracegrad.events import (
     REWARD_RANGE,
     Event,
@@ -59,6 +59,7 @@ class Rollout:
         id: the rollout's id, 32 hex characters.
         task_id: the group that it is compared within, if it has one.
         url: the proxy that records it, without a trailing slash.
+        held_out: whether it is for evaluation, and never trained.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Rollout:
         admin_key: str | None = None,
         outer: Rollout | None = None,
         rollout_id: str | None = None,
+        held_out: bool = False,
     ) -> None:
         """`drop` counts what is not sent, by reason, and returns the count. `admin_key` is
         TRACEGRAD_API_KEY, from which the rollout's own keys are derived; None where the proxy asks
@@ -83,7 +85,9 @@ class Rollout:
         self.own_key = derive_key(self._admin_key, self.id) if self._admin_key else None
         self.task_id = task_id
         self.url = url
+        self.held_out = held_out
         self.rewarded = False  # whether its own reward (not a turn's, not another name) was given
+        self.given_reward: float | None = None  # the last of them
         # Whether an LLM call may have been made: a request was signed, a URL or key given out, or a
         # span other than ours began.
         self.may_have_calls = False
@@ -129,9 +133,10 @@ class Rollout:
         `subprocess.run(["some-agent"], env=rollout.environ)`.
 
         A copy of `os.environ` in which the base URLs and keys that OpenAI's, Anthropic's and
-        Google's clients read lead here, without TRACEGRAD_API_KEY.
+        Google's clients read lead here, without TRACEGRAD_API_KEY. Of a held-out rollout it has
+        TRACEGRAD_HELD_OUT=1.
         """
-        return subprocess_environ(self.base_url, self.api_key)
+        return subprocess_environ(self.base_url, self.api_key, held_out=self.held_out)
 
     @property
     def is_left(self) -> bool:
@@ -212,7 +217,7 @@ class Rollout:
             )
             return
         if turn is None and name == "reward":
-            self.rewarded = True
+            self.rewarded, self.given_reward = True, number
         said = (
             None if comment is None else bounded_str(comment, MAX_COMMENT_CHARS - 1)
         )  # and an ellipsis
@@ -456,6 +461,18 @@ def _environment_tags() -> dict[str, str]:
             raise ValueError(f"TRACEGRAD_TAGS: {part!r} is not key=value; write key=value,key2=v2")
         found[key.strip()] = value.strip()
     return found
+
+
+def environment_held_out() -> bool:
+    """TRACEGRAD_HELD_OUT.
+
+    Raises:
+        ValueError: it is neither 1 nor 0.
+    """
+    said = os.environ.get(HELD_OUT_VARIABLE, "").strip()
+    if said not in ("", "0", "1"):
+        raise ValueError(f"{HELD_OUT_VARIABLE}: {said!r:.40}; write 1, or 0")
+    return said == "1"
 
 
 def proxy_url() -> str:

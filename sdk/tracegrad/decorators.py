@@ -73,6 +73,9 @@ class rollout(AbstractContextManager[Rollout]):
         agent: the agent's name.
         input: what was asked, for people to read; anything, kept as JSON.
         name: the name of the rollout's outermost span; the agent's name if None.
+        held_out: it is for evaluation: whatever the trainer's settings and its tags are, it is
+            never trained, and in no group. So are rollouts inside of it, those of processes with
+            its `environ`, and all of a process with TRACEGRAD_HELD_OUT=1.
         environ: whether `os.environ` leads here meanwhile (OPENAI_BASE_URL, OPENAI_API_KEY and
             those of Anthropic's and Google's clients), for clients that read it when they are made
             inside and send by other means than httpx, requests or aiohttp. What was there comes
@@ -84,9 +87,9 @@ class rollout(AbstractContextManager[Rollout]):
     raises before any of it runs.
 
     Raises:
-        ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS, TRACEGRAD_API_KEY or
-            TRACEGRAD_JOURNAL_BYTES is not what it must be; or `environ`, and another rollout is
-            open beside this one.
+        ValueError: an argument, TRACEGRAD_URL, TRACEGRAD_TAGS, TRACEGRAD_HELD_OUT,
+            TRACEGRAD_API_KEY or TRACEGRAD_JOURNAL_BYTES is not what it must be; or `environ`, and
+            another rollout is open beside this one.
     """
 
     def __init__(
@@ -97,12 +100,14 @@ class rollout(AbstractContextManager[Rollout]):
         agent: str | None = None,
         input: Any = None,
         name: str | None = None,
+        held_out: bool = False,
         environ: bool = False,
     ) -> None:
         _check_names(task=task, agent=agent, name=name)
+        _check_held_out(held_out)
         self._task, self._agent, self._input = task and task_ids.bounded_task_id(task), agent, input
         self._name, self._environ = name or agent or "rollout", environ
-        self._tags = context.as_tags(tags or {})
+        self._tags, self._held_out = context.as_tags(tags or {}), held_out
         self._scope: ExitStack | None = None
 
     def __enter__(self) -> Rollout:
@@ -113,6 +118,10 @@ class rollout(AbstractContextManager[Rollout]):
         self._exporter = to = exporter.exporter(context.proxy_url())
         self._process = os.getpid()
         outer = context.current()
+        held_out = self._held_out or context.environment_held_out()
+        held_out = held_out or (outer is not None and outer.held_out)
+        # Places are for what is trained.
+        place = intake_client.take_place() if outer is None and not held_out else None
         self._rollout = opened = Rollout(
             task_id=self._task,
             url=to.url,
@@ -120,7 +129,8 @@ class rollout(AbstractContextManager[Rollout]):
             drop=to.drop,
             admin_key=transport.api_key(),
             outer=outer,
-            rollout_id=intake_client.take_place() if outer is None else None,
+            rollout_id=place,
+            held_out=held_out,
         )
         with ExitStack() as scope:
             # Refuses before anything is recorded of what will not run.
@@ -132,6 +142,7 @@ class rollout(AbstractContextManager[Rollout]):
                     agent=self._agent,
                     tags=tags,
                     task=self._input,
+                    held_out=held_out,
                 )
             )
             try:
@@ -243,6 +254,7 @@ def trace(
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
     reward: bool | Callable[[Any], SupportsFloat | None] = False,
+    held_out: bool | Callable[..., object] = False,
     environ: bool = False,
 ) -> Callable[[F], F]: ...
 def trace(
@@ -254,6 +266,7 @@ def trace(
     agent: str | None = None,
     tags: Mapping[str, object] | None = None,
     reward: bool | Callable[[Any], SupportsFloat | None] = False,
+    held_out: bool | Callable[..., object] = False,
     environ: bool = False,
 ) -> F | Callable[[F], F]:
     """Record what a function does: `@trace`, or `@trace(task=..., agent=...)`.
@@ -275,6 +288,8 @@ def trace(
         tags: what to select rollouts by, as in `rollout`.
         reward: True: the number (or bool) that the function returns is the rollout's reward; or a
             function of what it returns that gives the reward. None is no reward.
+        held_out: whether its rollouts are never trained, as in `rollout`; or a function of the
+            call's arguments that says it. One that raises leaves them held out, with a warning.
         environ: whether `os.environ` leads clients to the rollout meanwhile, as in `rollout`. Not
             for generators: what runs between their steps is no part of the rollout.
 
@@ -286,6 +301,8 @@ def trace(
     if not callable(task):
         _check_names(task=task)
     _check_names(name=name, agent=agent)
+    if not callable(held_out):
+        _check_held_out(held_out)
     tags = context.as_tags(tags or {})
     if not isinstance(reward, bool) and not callable(reward):
         raise ValueError(
@@ -317,6 +334,7 @@ def trace(
                 task,
                 tags,
                 reward,
+                held_out,
                 environ,
             )
         )
@@ -333,6 +351,7 @@ class _Traced(Generic[F]):
     task: str | Callable[..., object] | None
     tags: Mapping[str, object]
     reward: bool | Callable[[Any], SupportsFloat | None]
+    held_out: bool | Callable[..., object]
     environ: bool
 
     def begin(
@@ -356,8 +375,22 @@ class _Traced(Generic[F]):
             agent=self.agent,
             input=plain,
             name=self.name,
+            held_out=self._is_held_out(args, kwargs),
             environ=self.environ,
         )
+
+    def _is_held_out(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """What the caller's own function says; True where it cannot tell: what is to be looked at
+        must not be trained."""
+        if not callable(self.held_out):
+            return self.held_out
+        try:
+            return bool(self.held_out(*args, **kwargs))
+        except Exception as error:  # the agent's call is not to fail for it
+            if is_of_signal_handler(error):
+                raise
+            _log.warning("held_out of @trace failed for %s: held out", self.name, exc_info=True)
+            return True
 
     def _named_task(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         """What the caller's own function says; None, which is no task, where it says nothing."""
@@ -417,6 +450,12 @@ def _check_names(**given: object) -> None:
             raise ValueError(
                 f"{field}: expected a non-empty string or None, got {bounded_repr(value)}"
             )
+
+
+def _check_held_out(given: object) -> None:
+    """Raises ValueError."""
+    if not isinstance(given, bool):
+        raise ValueError(f"held_out: expected True or False, got {bounded_repr(given)}")
 
 
 # What runs behind the functions that these make.

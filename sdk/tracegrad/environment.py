@@ -31,6 +31,10 @@ SDK_VARIABLES = {
     "TRACEGRAD_TAGS": Variable(
         default="none", what="tags of every rollout of this process: key=value,key2=value2"
     ),
+    "TRACEGRAD_HELD_OUT": Variable(
+        default="0",
+        what="1: every rollout of this process is held out: for evaluation, and never trained",
+    ),
     "TRACEGRAD_JOURNAL": Variable(
         default="$XDG_STATE_HOME/tracegrad/journal, else ~/.local/state/tracegrad/journal",
         what="folder of the events that have not reached the proxy yet",
@@ -58,8 +62,10 @@ INTERNAL_VARIABLES = frozenset(
         "TRACEGRAD_DIE_WITH_PARENT",
         "TRACEGRAD_FORK_ENGINE",
         "TRACEGRAD_LOG_FORMAT",
-        # Of commands that score.
+        # Of commands in sandboxes: agents, and what scores them.
+        "TRACEGRAD_CLEARING",
         "TRACEGRAD_EXIT_CODE",
+        "TRACEGRAD_MIRROR",
         "TRACEGRAD_OUTPUT",
         "TRACEGRAD_REWARD_OF",
         "TRACEGRAD_ROLLOUT_ID",

@@ -78,13 +78,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutStarted:
-    """One attempt at one task begins. `task_id` is the group that it is compared within."""
+    """One attempt at one task begins. `task_id` is the group that it is compared within.
+    `held_out`: it is for evaluation, and never trained."""
 
     rollout_id: str
     task_id: str | None = None
     agent: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     task: Any = None  # what was asked, JSON-able, for people to read
+    held_out: bool = False
     opened_at: float = field(default_factory=time.time)
 
 

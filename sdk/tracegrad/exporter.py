@@ -31,7 +31,7 @@ from typing import Any
 
 from tracegrad.call_check import CallCheck, question
 from tracegrad.environment import unread_variables
-from tracegrad.events import Event, Reward, RolloutFinished
+from tracegrad.events import Event, Reward, RolloutFinished, RolloutStarted
 from tracegrad.journal import (
     Journal,
     JournalFull,
@@ -106,6 +106,10 @@ def event_payload(event: Event) -> dict[str, Any]:
         payload["given_at"] = made_at if event.given_at is None else event.given_at
     elif isinstance(event, RolloutFinished):
         del payload["recorded_at"]
+    elif isinstance(event, RolloutStarted) and not event.held_out:
+        # A proxy from before it refuses the field. It refuses a rollout that has it, too: better
+        # that it has no opening, and no group, than that it is trained.
+        del payload["held_out"]
     return payload
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from tracegrad.context import proxy_url
 from tracegrad.protocol import INTAKE_PATH
-from tracegrad.transport import ProxyUnreachable, post_json
+from tracegrad.transport import ProxyUnreachable, get_json, post_json
 
 _log = logging.getLogger("tracegrad")
 
@@ -87,6 +87,27 @@ async def intake(
         pause_s = asking.pause_s
         await asyncio.sleep(pause_s)
     return _placed(found)
+
+
+@dataclass(frozen=True, slots=True)
+class IntakeView:
+    """What the proxy says of the trainer. `attempts`: of a group; None: no trainer says. `version`:
+    the policy version that it serves; None: it said none."""
+
+    paced: bool
+    attempts: int | None
+    version: int | None
+
+
+def read_intake(url: str | None = None) -> IntakeView:
+    """Takes no place. Raises ProxyUnreachable, ProxyRefused, and as `wait_for_intake`."""
+    answer = json.loads(get_json(url or proxy_url(), INTAKE_PATH))
+    return IntakeView(answer["paced"], answer["attempts"], answer["version"])
+
+
+def use_place(rollout_id: str) -> None:
+    """The rollout that is opened next here, or in a task that is started from here, takes it."""
+    _places.set(deque([rollout_id]))
 
 
 def take_place() -> str | None:

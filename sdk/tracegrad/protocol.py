@@ -9,6 +9,7 @@ EVENTS_PATH = "/api/events"
 FEEDBACK_PATH = "/api/feedback"
 TRACES_PATH = "/v1/traces"
 INTAKE_PATH = "/api/intake"
+TASKS_PATH = "/api/tasks/check"
 METRICS_PATH = "/metrics"
 
 ROLLOUT_HEADER = "x-tracegrad-rollout"
@@ -18,6 +19,11 @@ STATE_HEADER = "x-tracegrad-state"
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
 CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
+# Spans of the runner's work around an agent: a sandbox is waited for and starts; it is scored.
+SANDBOX_SPAN, REWARD_SPAN = "tracegrad.sandbox", "tracegrad.reward"
+
+# The tag of a rollout that ran in an image: quarantine finds images by it.
+IMAGE_TAG = "image"
 
 ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 # As an API key, `tg-<rollout>` names a rollout; with a dot and 32 bytes of secret it proves one.

@@ -41,7 +41,16 @@ def post_json(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> b
         ProxyRefused: a refusal; in the proxy's words.
         ValueError: TRACEGRAD_API_KEY cannot be sent.
     """
-    sent = {"Content-Type": "application/json", **headers}
+    return _answered(url, path, body, {"Content-Type": "application/json", **headers})
+
+
+def get_json(url: str, path: str) -> bytes:
+    """As `post_json`, of a request that changes nothing."""
+    return _answered(url, path, None, {})
+
+
+def _answered(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
+    sent = dict(headers)
     if (key := api_key()) is not None:
         sent["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url + path, body, sent)

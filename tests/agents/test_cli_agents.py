@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cli_agents.recipes import AGENTS, SECRET, Agent
+from support.cli_agents.recipes import AGENTS, SECRET, TASK, Agent
 from support.cli_agents.scene import ROLLOUT, Run, play
 from support.cli_agents.scripted_engine import ScriptedEngine
 from support.engines.mock_engine import logprobs_of
@@ -43,9 +43,10 @@ def test_it_does_its_task_and_every_call_is_a_turn(name: str, tmp_path: Path) ->
     assert (run.work / "hello.txt").read_text() == "hi"
     assert "Traceback" not in run.proxy_log
     assert run.rollouts == [ROLLOUT]
-    assert {turn.dialect for turn in run.turns} == {agent.dialect}
+    assert {turn.dialect for turn in run.turns} == {agent.recipe.dialect}
     assert_none_lost_or_doubled(engine, run.turns)
     assert_main_thread_is_one_path(engine, run.turns)
+    assert json.dumps(TASK)[1:-1] in json.dumps(engine.requests)
     kept = json.dumps([[turn.request, turn.response, turn.sampling] for turn in run.turns])
     assert SECRET not in kept + run.proxy_log
 

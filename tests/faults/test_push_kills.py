@@ -31,7 +31,7 @@ OF_STEP_2 = dict.fromkeys(PUSH_POINTS, 3) | {
     "before the commit": 2,
     "after the commit": 2,
 }
-TELLING = ["nothing sent", "engine without weights", "pushed, not recorded", "before the commit"]
+TELLING = ["nothing sent", "weights half ready", "pushed, not recorded", "before the commit"]
 LINGER_S = 0.5  # a checkpoint of this size is whole long before
 
 

@@ -52,7 +52,7 @@ def test_a_killed_server_is_one_clear_line_and_takes_its_engine_along(
             process.check()
         with (
             WeightPusher(process.url, checkpoint=tiny_model_dir) as pusher,
-            pytest.raises(EngineLostError, match="does not answer /pause"),
+            pytest.raises(EngineLostError, match="does not answer /start_weight_update"),
         ):
             pusher.push(1, [])
     assert shared_memory() <= before

@@ -7,18 +7,27 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from support.engines.vllm_server import VllmServer, tiny_settings
+from support.trainer.ipc_engine import HostGpus
 from support.trainer.tiny_model import (
     load_model,
     perturb,
@@ -33,13 +42,16 @@ from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.inference import weight_buckets
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.inference.engine_config import check_engines
+from tracegrad_trainer.inference.live_weights import LiveWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     compare_logprobs,
     sample_probe,
 )
+from tracegrad_trainer.inference.transports import transport_of
 from tracegrad_trainer.inference.vllm_process import VllmProcess
-from tracegrad_trainer.inference.weight_broadcast import BroadcastControl, transport_of
+from tracegrad_trainer.inference.weight_broadcast import BroadcastControl
+from tracegrad_trainer.inference.weight_ipc import IpcControl
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.utils.network import http_client
@@ -100,6 +112,30 @@ def test_served_equals_trained_before_and_after_each_push(
         assert served_version(vllm_server.url) == str(version)
 
 
+def test_an_engine_without_a_gpu_gets_files_in_place_of_shared_memory(
+    vllm_server: VllmServer,
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """vLLM's own words say why, before anything is paused; the push is served all the same."""
+    gpus, host = HostGpus(monkeypatch, 1).devices, torch.device("cpu")
+    live = LiveWeights(lambda _: None, lambda: iter(()), lambda gathered: gathered)
+    transport = partial(IpcControl, device=host, engine_devices=gpus, live=live)
+    original = load_model(vllm_server.model_dir)
+    with (
+        WeightPusher(
+            vllm_server.url, checkpoint=vllm_server.model_dir, transport=transport
+        ) as pusher,
+        caplog.at_level(logging.WARNING),
+    ):
+        pusher.push(1, perturb(model, seed=1).named_parameters())
+        agrees(vllm_server.url, model, SHORT)
+        pusher.push(-1, original.named_parameters())
+    assert "opens no memory of rank 0's" in caplog.text
+    assert "pushes go by files" in caplog.text
+
+
 def test_without_the_push_the_two_differ(vllm_server: VllmServer, model: PreTrainedModel) -> None:
     with pytest.raises(ProbeMismatchError):
         agrees(vllm_server.url, perturb(model, seed=1), SHORT)
@@ -141,6 +177,14 @@ def test_a_stream_goes_on_with_what_it_had_computed(
     agrees(vllm_server.url, model, LONG, cache_salt="unknown before")
 
 
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """httpx ends a line at U+2028, too, which may be in the text."""
+    rest = b""
+    for piece in pieces:
+        *whole, rest = (rest + piece).split(b"\n")
+        yield from whole
+
+
 @dataclass
 class Stream:
     """A streaming chat completion read in a thread; its tokens as they arrive."""
@@ -165,9 +209,9 @@ class Stream:
             http_client(server.url, timeout_s=60) as client,
             client.stream("POST", "/v1/chat/completions", json=request) as response,
         ):
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    self._take(json.loads(line.removeprefix("data: ")))
+            for line in _lines(response.iter_bytes()):
+                if line.startswith(b"data: {"):
+                    self._take(json.loads(line.removeprefix(b"data: ")))
 
     def _take(self, chunk: dict[str, Any]) -> None:
         self.prompt = self.prompt or chunk.get("prompt_token_ids") or []
@@ -246,7 +290,8 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
         yield from model.named_parameters()
 
     with pytest.MonkeyPatch.context() as patch:
-        load = pusher._vllm.load
+        name = "load_staged" if pusher._stages else "load"
+        load = getattr(pusher._vllm, name)
 
         def call_then_load(served: ServedWeights) -> None:
             nonlocal caller
@@ -255,7 +300,7 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
             time.sleep(0.1)
             load(served)
 
-        patch.setattr(pusher._vllm, "load", call_then_load)
+        patch.setattr(pusher._vllm, name, call_then_load)
         pusher.push(1, call_half_way())
     caller.join(60)
     assert not failed
@@ -288,7 +333,9 @@ def test_a_failed_push_leaves_the_old_version_serving_and_says_so(
 
         monkeypatch.setattr(pusher._files, "write", write_half)
         reason = "file not fully covered"
-    with pytest.raises(PushError, match=f"version 2 is not served, version 1 still is.*{reason}"):
+    with pytest.raises(
+        PushError, match=f"version 2 is not (served, version 1 still is|pushed).*{reason}"
+    ):
         pusher.push(2, weights)
     monkeypatch.undo()
     agrees(vllm_server.url, model, SHORT, LONG)
@@ -345,10 +392,31 @@ def save_mixtral(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["mixtral", pytest.param("untied", marks=pytest.mark.slow)])
+def save_qwen2(folder: Path) -> Path:
+    """With biases, which vLLM loads otherwise than matrices, and a head of its own."""
+    tokenizer = tiny_tokenizer()
+    sizes = tiny_sizes(len(tokenizer), hidden_size=128, max_position_embeddings=1024)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        **sizes, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0
+    )
+    perturb(Qwen2ForCausalLM(config).float(), seed=9).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+MODELS = {
+    "mixtral": save_mixtral,
+    "biases": save_qwen2,
+    "untied": lambda folder: save_tiny_model(folder, tied=False),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["mixtral", "biases", pytest.param("untied", marks=pytest.mark.slow)]
+)
 def test_other_shapes_of_model_take_new_weights(kind: str, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    save_mixtral(folder) if kind == "mixtral" else save_tiny_model(folder, tied=False)
+    folder = MODELS[kind](tmp_path / "model")
     model = load_model(folder)
     with VllmProcess(tiny_settings(folder, tmp_path / "vllm.log")) as process:
         process.wait_healthy(timeout=240)

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from tracegrad.cli.commands import doctor, export, import_, prune, redact, rollouts, run, score
+from tracegrad.cli.commands import (
+    agents,
+    doctor,
+    export,
+    import_,
+    prune,
+    redact,
+    rollouts,
+    run,
+    score,
+    tasks,
+)
 from tracegrad.cli.options import VersionOption
 from tracegrad.environment import unread_variables
 from tracegrad.proxy.cli import proxy_command
@@ -26,12 +37,10 @@ def _callback(version: VersionOption = False) -> None:
 
 
 app.add_typer(rollouts.app, name="rollouts")
+app.add_typer(agents.app, name="agents")
+app.add_typer(tasks.app, name="tasks")
 app.command("proxy")(proxy_command)
-app.command(
-    "run",
-    # Options behind the command's first word are the command's own.
-    context_settings={"allow_interspersed_args": False},
-)(run.run_command)
+app.command("run", cls=run.RunCommand)(run.run_command)
 app.command("score")(score.score_command)
 app.command("export")(export.export_command)
 app.command("import")(import_.import_command)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import inspect
 import re
+import socket
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -19,6 +21,15 @@ from tracegrad.version import VERSION
 
 _AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
+
+
+def who_decides() -> str:
+    """user@host"""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a user id without a name, in a container
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"
 
 
 def _print_version(wanted: bool) -> None:
@@ -102,6 +113,12 @@ def rollout_filter(
     max_version: Annotated[
         int | None, typer.Option(help="Only sampled by this policy version or earlier.")
     ] = None,
+    held_out_mark: Annotated[
+        bool | None,
+        typer.Option(
+            "--eval/--no-eval", help="Only those that are held out by mark (run --eval), or not."
+        ),
+    ] = None,
 ) -> RolloutFilter:
     """Raises BadParameter that names the option."""
     try:
@@ -117,6 +134,7 @@ def rollout_filter(
             max_reward=max_reward,
             min_version=min_version,
             max_version=max_version,
+            held_out=held_out_mark,
         )
     except ValueError as error:
         name, _, reason = str(error).partition(": ")

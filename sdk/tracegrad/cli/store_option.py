@@ -21,6 +21,7 @@ from tracegrad.store import (
 
 NO_SUCH_ROLLOUT = 1
 NO_STORE = 2
+USAGE_ERROR = 2
 
 StoreOption = Annotated[
     str | None,

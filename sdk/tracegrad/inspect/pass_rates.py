@@ -8,20 +8,10 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from tracegrad.pass_at_k import pass_at_k
 from tracegrad.store.read.attempts import Attempt
 
 NameT = TypeVar("NameT", bound=Hashable)
-
-
-def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """The probability that of `k` attempts, drawn of these without replacement, one succeeded: the
-    unbiased estimator of Chen et al., "Evaluating large language models trained on code"
-    (2107.03374), equation 1. Raises ValueError: there are fewer than k."""
-    if not 0 < k <= attempts:
-        raise ValueError(f"k: {k} of {attempts} attempts")
-    if attempts - successes < k:
-        return 1.0
-    return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
 
 
 @dataclass(frozen=True, slots=True)

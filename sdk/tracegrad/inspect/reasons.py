@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tracegrad.events import Turn
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store import RolloutDetail, RolloutSummary, Scoring
-from tracegrad.store.types import LATE
+from tracegrad.store.types import HELD_OUT, LATE
 from tracegrad.text_format import format_age, format_count
 
 
@@ -93,8 +93,8 @@ UNTRAINED_TEXTS = {
         " bound.",
     ),
     "held_out": ReasonText(
-        "Its rollout carries the tags of held-out ones (promotion.tags): it is for the comparison"
-        " of versions alone.",
+        "Its rollout is for evaluation alone: it was opened as held out, or carries the tags of"
+        " held-out ones (promotion.tags).",
         "",
     ),
     # The call (proxy)
@@ -301,6 +301,7 @@ WAITING_TEXTS = {
 # Reasons that all turns of a rollout have together, but for those that have one of their own.
 _OF_WHOLE_ROLLOUTS = {
     *WAITING_TEXTS,
+    HELD_OUT,
     *("equal_reward", "long_negative", "unpaired", "non_finite_step"),
 }
 

@@ -20,6 +20,7 @@ from tracegrad.store.read.rollout_moments import RolloutMoments, TurnMoment
 
 # Stage -> what it is, in the order in which they are shown.
 STAGES: Mapping[str, str] = {
+    "sandbox": "the runner's was waited for, and started",
     "setup": "until the first call: sandbox, agent",
     "proxy": "the proxy's own work",
     "gate": "weights were pushed",
@@ -183,6 +184,8 @@ def _background(
     # Of a call without timing one end is known: what is before the other one may be its own.
     pairs = zip(moments.turns, laid, strict=True)
     calls = sorted(pairs, key=lambda pair: pair[1][0].begin)
+    if moments.sandbox_until is not None:
+        yield from until(moments.sandbox_until - began_at, "sandbox")
     stage = "setup"
     for turn, segments in calls:
         untimed = segments[0].stage == "unknown"
@@ -199,6 +202,8 @@ def _background(
         )
     )
     lost = stage == "unknown"
+    if moments.scored_from is not None:
+        yield from until(moments.scored_from - began_at, stage)
     yield from until(rewarded, "unknown" if lost else "reward")
     yield from until(finished, "unknown" if lost else "between")
     yield from until(leased, "waiting")

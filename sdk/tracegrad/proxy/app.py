@@ -50,6 +50,7 @@ from tracegrad.proxy.endpoints.metrics import GaugeSampler, metrics_route
 from tracegrad.proxy.endpoints.models import gemini_models_response, models_response
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
+from tracegrad.proxy.endpoints.tasks import make_tasks_router
 from tracegrad.proxy.engine.intake_gate import IntakeGate
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
@@ -107,13 +108,15 @@ def create_app(
     writer: EventWriter,
     patience_s: float | None = None,
     links: WorkerLinks | None = None,
+    upstream: Upstream | None = None,
 ) -> FastAPI:
     """`store` is read, `writer` writes to it; both stay open, and are the caller's to close.
     `patience_s`: how long a call waits for what it writes (`store_async.STORE_TIMEOUT_S`).
-    `links`: those of a worker among others; without, this process is the whole proxy."""
+    `links`: those of a worker among others; without, this process is the whole proxy. `upstream`:
+    an engine of this process; None: the one that the settings name."""
     others = links.log if links is not None else None
     gate = links.gate if links is not None else _own_gate(settings, store)
-    upstream = _upstream(settings, gate, links)
+    upstream = upstream or _upstream(settings, gate, links)
     metrics = links.metrics if links is not None else ProxyMetrics(metric_cells(settings))
     traces = TraceIndex(others=others)
     exact = upstream.capabilities.exact_prompts
@@ -191,8 +194,9 @@ def create_app(
     app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
     app.router.routes.append(metrics_route(metrics))
     pushes = links.pushes if links is not None else OwnGate(gate)
-    app.include_router(make_control_router(recorder, pushes, store))
+    app.include_router(make_control_router(recorder, pushes, store, settings.upstreams))
     app.include_router(make_intake_router(intake, metrics))
+    app.include_router(make_tasks_router(store))
     app.include_router(make_feedback_router(recorder, store))
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
@@ -257,7 +261,7 @@ def _upstream(
         )
 
     pushed = PushedWeights(gate)
-    return UpstreamPool(
+    pool = UpstreamPool(
         settings.upstreams,
         kind=settings.upstream_kind,
         api_key=api_key,
@@ -267,7 +271,11 @@ def _upstream(
         restarted=pushed.were_replaced,
         others=links.log if links is not None else None,
         calls=links.in_flight if links is not None else (),
+        is_held=gate.holds,
+        canary=lambda: gate.canary,
     )
+    gate.on_release = pool.release_held
+    return pool
 
 
 def _hot_routes(services: ProxyServices, spans: ASGIApp) -> list[BaseRoute]:

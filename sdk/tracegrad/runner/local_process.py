@@ -10,24 +10,37 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from tracegrad.private_files import open_private
 from tracegrad.runner.outcomes import ProcessEnd
+from tracegrad.runner.output_capture import CHUNK, OutputCapture
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
-MAX_OUTPUT = 64 << 20  # bytes of it that are kept in its file: the first ones
-_CHUNK = 64 << 10
-_LAST_LINE_CHARS = 300
 _LOOK_AGAIN_S = 0.02
 _PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Rlimits:
+    """`memory_mb`: MiB of addresses of each process; None: no bound."""
+
+    memory_mb: int | None = None
+
+    def apply(self) -> None:
+        """In the child, before its program."""
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if self.memory_mb is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (self.memory_mb << 20, self.memory_mb << 20))
 
 
 async def run_process(
@@ -39,6 +52,7 @@ async def run_process(
     output: Path,
     marker: str,
     echo: Callable[[bytes], object] | None = None,
+    limits: Rlimits = Rlimits(),
 ) -> ProcessEnd:
     """Runs to its end, or to `timeout_s`; nothing of it is left then.
 
@@ -58,7 +72,7 @@ async def run_process(
         ours, theirs = os.pipe()
         reader = asyncio.create_task(capture.read(ours))
         try:
-            process = await _start(command, folder, environ, theirs)
+            process = await _start(command, folder, environ, theirs, limits)
         except OSError as error:
             name = command if isinstance(command, str) else command[0]
             return ProcessEnd(None, 0.0, error=f"{name}: {error.strerror or error}")
@@ -81,7 +95,11 @@ async def run_process(
 
 
 async def _start(
-    command: Sequence[str] | str, folder: Path, environ: Mapping[str, str], output: int
+    command: Sequence[str] | str,
+    folder: Path,
+    environ: Mapping[str, str],
+    output: int,
+    limits: Rlimits,
 ) -> asyncio.subprocess.Process:
     if isinstance(command, str):
         command = ["/bin/sh", "-c", command]
@@ -93,23 +111,22 @@ async def _start(
         stdout=output,
         stderr=output,
         start_new_session=True,
-        preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+        preexec_fn=limits.apply if _prctl is None else functools.partial(_prepare, limits),
     )
 
 
-def _die_with_parent() -> None:
-    """In the child, before its program."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+# Found here: the child of a fork may not look for it, another thread may hold the loader's lock.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-class _Capture:
-    """What is printed, in a file as far as that may grow, and its last bytes here."""
+def _prepare(limits: Rlimits) -> None:
+    """In the child, before its program: it ends with its parent."""
+    assert _prctl is not None
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    limits.apply()
 
-    def __init__(self, file: BinaryIO, echo: Callable[[bytes], object] | None) -> None:
-        self._file, self._echo = file, echo
-        self._room = MAX_OUTPUT
-        self._last = b""
 
+class _Capture(OutputCapture):
     async def read(self, pipe: int) -> None:
         """To the end of the pipe, which it closes."""
         stream = asyncio.StreamReader()
@@ -117,23 +134,10 @@ class _Capture:
             lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(pipe, "rb")
         )
         try:
-            while some := await stream.read(_CHUNK):
-                self._take(some)
+            while some := await stream.read(CHUNK):
+                self.take(some)
         finally:
             transport.close()
-
-    def _take(self, some: bytes) -> None:
-        self._file.write(some[: self._room])
-        self._file.flush()  # somebody may be watching
-        self._room = max(0, self._room - len(some))
-        self._last = (self._last + some)[-_CHUNK:]
-        if self._echo is not None:
-            self._echo(some)
-
-    def last_line(self) -> str:
-        lines = self._last.decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return said[:_LAST_LINE_CHARS]
 
 
 async def _end(process: asyncio.subprocess.Process, marker: str) -> None:

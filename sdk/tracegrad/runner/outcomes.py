@@ -14,22 +14,30 @@ _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
     """`exit_code`: negative is a signal's number; None where it was never started, or did not end
-    by itself. `error`: why it could not be started. `last_line`: of what it printed."""
+    by itself. `error`: why it could not be started. `last_line`: of what it printed.
+    `silent_s`: it was ended because it showed no life for so many seconds. `out_of_memory`: it was
+    killed at its sandbox's bound, as the engine says."""
 
     exit_code: int | None
     seconds: float
     timed_out: bool = False
     error: str | None = None
     last_line: str = ""
+    silent_s: float | None = None
+    out_of_memory: bool = False
 
     def describe(self) -> str:
         if self.error is not None:
             return f"could not be started: {self.error}"
+        if self.silent_s is not None:
+            return f"printed nothing and made no LLM call for {self.silent_s:g} s, and was ended"
         if self.timed_out:
             return f"timed out after {self.seconds:.0f} s"
         assert self.exit_code is not None
         if self.exit_code < 0:
             return f"was killed by {signal.Signals(-self.exit_code).name}"
+        if self.out_of_memory:
+            return "was killed at its sandbox's memory bound"
         return f"ended with exit code {self.exit_code}"
 
 
@@ -52,7 +60,7 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
         said += f": {end.last_line}"
     if end.error is not None:
         return Classified(Outcome.ENV_ERROR, said)
-    if end.timed_out:
+    if end.timed_out or end.silent_s is not None:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
         return Classified(Outcome.BUDGET, end.describe())

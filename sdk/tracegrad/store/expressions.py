@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import ColumnElement, and_, case, exists, func, literal, not_, select, true
+from sqlalchemy import ColumnElement, and_, case, exists, func, literal, not_, or_, select, true
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from tracegrad.events import MAX_REWARD, Outcome
 from tracegrad.store.models import Rewards, Rollouts, RolloutTags, Scorings, Turns
-from tracegrad.store.types import COMPOSED_SOURCE, RULE_SOURCE
+from tracegrad.store.types import COMPOSED_SOURCE, HELD_OUT, RULE_SOURCE
 
 SCORED_OUTCOMES = [outcome.value for outcome in Outcome if outcome.scored]
 # The event name whose latest value, given for the whole rollout, is the rollout's reward.
@@ -36,6 +36,18 @@ def has_tags(tags: Mapping[str, str]) -> ColumnElement[bool]:
             for key, value in tags.items()
         ),
     )
+
+
+def is_held_out(tags: Mapping[str, str] | None = None) -> ColumnElement[bool]:
+    """Of `Rollouts`: it is for evaluation, and never trained. Whoever opened it said so, or it
+    carries every one of `tags` (`promotion.tags`), where there are some."""
+    marked = Rollouts.held_out.is_(True)
+    return or_(marked, has_tags(tags)) if tags else marked
+
+
+def is_selected(tags: Mapping[str, str]) -> ColumnElement[bool]:
+    """Of `Rollouts`: training that selects by `tags` may take it."""
+    return and_(~is_held_out(), has_tags(tags))
 
 
 def has_turns() -> ColumnElement[bool]:
@@ -175,6 +187,7 @@ def training_state(
         is_open = and_(is_open, not_(is_idle(idle_before)))
     states = [
         (Rollouts.consumed_at.is_not(None), literal("consumed")),
+        (is_held_out(), literal(HELD_OUT)),
         (~has_tags(tags), literal("not_selected")),
         (is_open, literal("open")),
         (Rollouts.outcome.not_in(SCORED_OUTCOMES), Rollouts.outcome),

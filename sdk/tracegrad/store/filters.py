@@ -10,8 +10,15 @@ from dataclasses import dataclass, field
 from sqlalchemy import ColumnElement, and_, exists, func, or_, true
 
 from tracegrad.events import Outcome
-from tracegrad.store.expressions import begins_with, has_tags, latest_reward, training_state
+from tracegrad.store.expressions import (
+    begins_with,
+    has_tags,
+    is_held_out,
+    latest_reward,
+    training_state,
+)
 from tracegrad.store.models import Rollouts, TurnLedger, Turns
+from tracegrad.store.types import HELD_OUT
 
 # Characters of a task's hash, and how many of them name it.
 TASK_HASH_LENGTH, MIN_TASK_PREFIX = 16, 8
@@ -22,7 +29,7 @@ OUTCOMES = (OPEN, *(outcome.value for outcome in Outcome))
 # As `training_state` has them, and of those that are `consumed` the `trained` and the `skipped`.
 STATES = (
     *(OPEN, "no_turns", "no_reward", "named_reward", "scoring_failed", "no_task", "waiting"),
-    "leased",
+    *("leased", HELD_OUT),
     *("trained", "skipped", "consumed"),
     *(outcome.value for outcome in Outcome if not outcome.scored),
 )
@@ -36,7 +43,8 @@ class RolloutFilter:
     "open", `state` one of `STATES` (`RolloutSummary.state`, as it is now).
     `since` and `until` are seconds since the epoch, of the opening: `since <= opened_at < until`.
     Rewards and versions are inclusive bounds; a version is in them if it sampled the last token of
-    any of the rollout's turns. ValueError names the field.
+    any of the rollout's turns. `held_out`: those that are marked so, or the others. ValueError
+    names the field.
     """
 
     task: str | None = None
@@ -50,6 +58,7 @@ class RolloutFilter:
     max_reward: float | None = None
     min_version: int | None = None
     max_version: int | None = None
+    held_out: bool | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("outcome", OUTCOMES), ("state", STATES)):
@@ -89,6 +98,8 @@ class RolloutFilter:
             wanted.append(latest_reward() >= self.min_reward)
         if self.max_reward is not None:
             wanted.append(latest_reward() <= self.max_reward)
+        if self.held_out is not None:
+            wanted.append(is_held_out() if self.held_out else ~is_held_out())
         wanted += self._versions()
         return and_(*wanted)
 
@@ -115,6 +126,8 @@ def _is_task(task: str) -> ColumnElement[bool]:
 
 
 def _stands_so(state: str) -> ColumnElement[bool]:
+    if state == HELD_OUT:
+        return is_held_out()
     if state not in ("trained", "skipped"):
         return training_state({}, time.time()) == state
     trained = exists().where(

@@ -1,10 +1,10 @@
 """The tables. Migrations in `migrations/versions` build exactly these; a test compares them.
 
 Events are written once: `rollouts`, `turns`, `spans`, `rewards`, `scorings`, `outcomes`, `steps`,
-`leases`, `turn_ledger`, `over_sampled`, `version_events`, `decisions`, `removals`. What changes
-afterwards is small, and says how things stand: the columns of `rollouts` for finish, lease and
-consumption, those of `decisions` that say what was done about one, `policy_versions`, and what
-trainers ask of drivers (`intake_requests`, `rollout_places`).
+`leases`, `turn_ledger`, `over_sampled`, `version_events`, `decisions`, `task_decisions`,
+`removals`. What changes afterwards is small, and says how things stand: the columns of `rollouts`
+for finish, lease and consumption, those of `decisions` that say what was done about one,
+`policy_versions`, and what trainers ask of drivers (`intake_requests`, `rollout_places`).
 Times are seconds since the epoch, UTC.
 """
 
@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0016"
+REVISION = "0018"
 
 
 class Text(TypeDecorator[str]):
@@ -105,6 +105,8 @@ class Rollouts(Base):
     idle_s: Mapped[float | None]
     # The rollout that its conversation goes on from. No foreign key: that one may be pruned.
     continues: Mapped[str | None]
+    # Who opened it said that it is never to be trained; null before revision 0017.
+    held_out: Mapped[bool | None]
 
     __table_args__ = (Index(None, "consumed_at", "finished_at"),)
 
@@ -408,6 +410,23 @@ class Decisions(Base):
     created_at: Mapped[float]
     acted_at: Mapped[float | None]
     outcome: Mapped[dict[str, Any] | None]
+
+
+class TaskDecisions(Base):
+    """What somebody, or a rule, decided about a task or an image; the last one counts."""
+
+    __tablename__ = "task_decisions"
+
+    seq: Mapped[int] = mapped_column(RowNumber, primary_key=True, autoincrement=True)
+    subject: Mapped[str]  # "task" | "image"
+    subject_id: Mapped[str]
+    kind: Mapped[str]  # "quarantine" | "release"
+    by: Mapped[str]
+    reason: Mapped[str]
+    evidence: Mapped[dict[str, Any] | None]  # of a rule
+    created_at: Mapped[float]
+
+    __table_args__ = (Index(None, "subject", "subject_id"),)
 
 
 class Removals(Base):

@@ -242,14 +242,21 @@ class Store:
 
     # Scorings
 
-    def record_scorings(self, outcomes: Sequence[Scoring], rewards: Sequence[Reward]) -> bool:
-        """How scorers ended with rollouts, and what these were given, in one transaction. False:
-        another worker has written one of the outcomes, or a rollout is gone; then nothing is
-        stored. Raises EventRejected."""
+    def record_scorings(
+        self,
+        outcomes: Sequence[Scoring],
+        rewards: Sequence[Reward],
+        *,
+        task_id: str | None = None,
+        replaces: str = "",
+    ) -> bool:
+        """How scorers ended with rollouts, and what these were given, in one transaction, which
+        also groups them by `task_id` (`add_scorings`). False: another worker has written one of the
+        outcomes, or a rollout is gone; then nothing is stored. Raises EventRejected."""
 
         def once() -> None:
             with self.appending() as connection:
-                add_scorings(connection, outcomes, rewards)
+                add_scorings(connection, outcomes, rewards, task_id=task_id, replaces=replaces)
 
         try:
             retry_on_conflict(once)

@@ -23,7 +23,8 @@ RULE_SOURCE = "rule"  # a setting of the trainer's
 SCORER_SOURCE, COMPOSED_SOURCE = "scorer", "composed"
 # Why a turn was skipped that came in after its rollout was leased; nobody trained on it.
 LATE = "late"
-# Why one was skipped whose rollout is for evaluation alone (`promotion.tags`).
+# Why one was skipped whose rollout is for evaluation alone: it is marked so, or carries
+# `promotion.tags`. The state of a marked one that is not consumed.
 HELD_OUT = "held_out"
 # States of rollouts whose turns may still be trained (`expressions.training_state`).
 PENDING_STATES = (
@@ -50,9 +51,10 @@ class RolloutSummary:
     """One rollout in a list.
 
     `state` on the way to training: `open`, an unscored outcome's name, `no_turns`, `no_reward`,
-    `named_reward`, `scoring_failed`, `leased`, `no_task`, `waiting` or `consumed` (trained or
-    skipped: `consumed_step`). A rollout that `continues` another is one that nobody named, whose
-    conversation goes on from that one, which training had by then.
+    `named_reward`, `scoring_failed`, `leased`, `no_task`, `waiting`, `held_out` (marked so, however
+    else it stands) or `consumed` (trained or skipped: `consumed_step`). A rollout that
+    `continues` another is one that nobody named, whose conversation goes on from that one, which
+    training had by then.
     """
 
     rollout_id: str
@@ -74,6 +76,7 @@ class RolloutSummary:
     continues: str | None = None  # the rollout that its conversation goes on from
     opened: bool = True  # by somebody; False: calls belong to it, and nobody said more
     last_turn_at: float | None = None  # of one that has no end
+    held_out: bool = False  # who opened it said that it is never to be trained
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from tracegrad.store.copy.export_records import (
 )
 from tracegrad.store.filters import ALL, RolloutFilter
 from tracegrad.store.store import Store
+from tracegrad.store.types import HELD_OUT
 from tracegrad.transfer.layouts import ExportLayout
 from tracegrad.transfer.serialize import (
     rollout_object,
@@ -91,8 +92,12 @@ class RolloutExport:
                 yield turn
 
     def layout(self, layout: ExportLayout) -> Iterator[Json]:
+        """Rows for trainers: without held-out rollouts, unless they are asked for."""
         groups = iter_task_groups(self.store, self.wanted, trained=self.trained, raw=layout.text)
         for group in groups:
-            for row in layout.rows(group, self.counts.left_out):
+            eligible = [one for one in group if not one.held_out or self.wanted.held_out]
+            if held_out := len(group) - len(eligible):
+                self.counts.left_out[f"rollouts: {HELD_OUT}"] += held_out
+            for row in layout.rows(eligible, self.counts.left_out) if eligible else ():
                 self.counts.written["row"] += 1
                 yield row

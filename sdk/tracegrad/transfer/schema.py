@@ -20,7 +20,7 @@ FORMAT = 1
 OMITTED_IF_NONE = frozenset(
     {
         *("label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"),
-        *("idle_s", "continues"),
+        *("idle_s", "continues", "held_out"),
     }
 )
 
@@ -127,6 +127,7 @@ class RolloutObject(_Line, kw_only=True):
     consumed_step: Integer | None = None
     idle_s: Number | None = None
     continues: str | None = None
+    held_out: bool | None = None
     outcomes: list[OutcomeObject] | None = None
     rewards: list[RewardObject] | None = None
     spans: list[SpanObject] | None = None

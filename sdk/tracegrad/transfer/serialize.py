@@ -41,6 +41,7 @@ def rollout_object(copy: RolloutRecord, *, text: bool = True) -> Json:
         copy,
         tracegrad=FORMAT,
         kind="rollout",
+        held_out=copy.held_out or None,
         tags=dict(copy.tags),
         outcomes=[_object(OutcomeObject, end, outcome=end.outcome.value) for end in copy.outcomes],
         rewards=[_object(RewardObject, reward) for reward in copy.rewards],

@@ -71,10 +71,17 @@ def rollout_events(
     turns: int = 2,
     tags: dict[str, str] | None = None,
     version: int = 0,
+    held_out: bool = False,
 ) -> list[Event]:
     """Opened at `at`, finished a second later; each turn continues the one before."""
     events: list[Event] = [
-        RolloutStarted(rollout_id=rollout_id, task_id=task, tags=tags or {}, opened_at=at),
+        RolloutStarted(
+            rollout_id=rollout_id,
+            task_id=task,
+            tags=tags or {},
+            held_out=held_out,
+            opened_at=at,
+        ),
         *chain(rollout_id, turns, created_at=at, version=version),
     ]
     if reward is not None:

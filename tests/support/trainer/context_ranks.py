@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from support.trainer.row_samples import rows
 from support.trainer.tiny_models import CONFIGS, RECURRENT, make
 from tracegrad_trainer.batches import MicroBatch, micro_batch, pack
+from tracegrad_trainer.engine import FsdpSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel, ContextParallelAttention
 from tracegrad_trainer.engine.model import compile as compile_blocks
-from tracegrad_trainer.engine.model.context_trial import check_context_parallel
+from tracegrad_trainer.engine.model import context_trial
+from tracegrad_trainer.engine.model.context_trial import check_context_parallel, sharing_ranks
 from tracegrad_trainer.engine.model.forward import forward, to_inputs
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
 
@@ -59,10 +62,34 @@ def main(folder: Path) -> None:
         "mixes": said(lambda: check_context_parallel(mixing(), context, CPU)),
         "ranks": said(lambda: ContextParallel.of(mesh, 3)),
     }
+    seen["chosen"] = chosen(mesh)
     if dist.get_rank() == 0:
         (folder / "context.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def chosen(mesh: DeviceMesh) -> dict[str, Any]:
+    """What comes of `fsdp.context_parallel = "auto"`: the size, or what is said."""
+
+    def size(model: nn.Module, recorded: int | None = None) -> int | str:
+        try:
+            found = sharing_ranks([model], mesh, FsdpSettings(device="cpu"), recorded)
+        except ValueError as error:
+            return str(error)
+        return 1 if found is None else found.size
+
+    seen: dict[str, Any] = {"CPU": size(make("qwen3"))}
+    with patch.object(context_trial, "sharing_group", lambda *_: 2):  # as if on GPUs
+        seen |= {"fits": size(make("qwen3")), "mixes": size(mixing())}
+    # As on machines with different numbers of ranks.
+    local = {"LOCAL_WORLD_SIZE": "4" if dist.get_rank() == 0 else "2"}
+    with (
+        patch.dict(os.environ, local),
+        patch.object(context_trial, "sharing_group", lambda *given: given[-1]),
+    ):
+        seen["machines"] = size(make("qwen3"))
+    return seen | {"recorded": size(make("qwen3"), 4), "no more": size(mixing(), 4)}
 
 
 def apart(model: nn.Module, batch: MicroBatch, context: ContextParallel) -> list[float]:

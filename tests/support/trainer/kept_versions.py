@@ -21,29 +21,48 @@ from tracegrad_trainer.promotion.version_control import VersionControl
 
 @dataclass
 class CountingPusher:
-    """As a `WeightPusher`: serves what it is given, at once."""
+    """As a `WeightPusher`: serves what it is given, at once. `newest` is the candidate, where there
+    is one."""
 
     folder: Path
-    version: int = -1
-    served: ServedWeights = field(default_factory=lambda: ServedWeights(-1, ()))
+    base: ServedWeights = field(default_factory=lambda: ServedWeights(-1, ()))
+    newest: ServedWeights = field(default_factory=lambda: ServedWeights(-1, ()))
     can_roll_back: bool = True
     refuses: str | None = None
     loaded: list[float] = field(default_factory=list)
 
-    def push(self, version: int, value: float) -> None:
+    @property
+    def version(self) -> int:
+        return self.base.version
+
+    def push(self, version: int, value: float, *, as_candidate: bool = False) -> None:
         target = self.folder / str(version)
         target.mkdir(parents=True, exist_ok=True)
         save_file({"w": torch.tensor([value])}, target / "0.safetensors")
-        self.take(ServedWeights(version, (str(target / "0.safetensors"),)))
+        new = ServedWeights(version, (str(target / "0.safetensors"),))
+        self.take(new, base=self.base if as_candidate else new)
 
-    def take(self, served: ServedWeights) -> None:
-        self.served, self.version = served, served.version
-        self.loaded.append(float(load_file(served.paths[0])["w"]))
+    def take(self, newest: ServedWeights, base: ServedWeights) -> None:
+        self.newest, self.base = newest, base
+        self.loaded.append(float(load_file(newest.paths[0])["w"]))
+
+    def promote_candidate(self, version: int) -> dict[str, float]:
+        if self.refuses is not None:
+            raise PushError(self.refuses)
+        if version != self.newest.version or version == self.version:
+            return {}
+        self.base = self.newest
+        return {"load": 0.0}
+
+    def serve_base(self, version: int, fetch: Callable[[Path], ServedWeights]) -> None:
+        found = fetch(self.folder / f"base-{version}")
+        self.take(found, base=found)
 
     def roll_back(self, version: int, fetch: Callable[[Path], ServedWeights]) -> dict[str, float]:
         if self.refuses is not None:
             raise PushError(self.refuses)
-        self.take(fetch(self.folder / f"back-{version}"))
+        found = fetch(self.folder / f"back-{version}")
+        self.take(found, base=found)
         return {"load": 0.0}
 
 
@@ -62,7 +81,12 @@ class ServedRun:
 
     def begin(self) -> VersionControl:
         """As a run that starts; its thread does not run, `look` is called."""
-        settings: Any = SimpleNamespace(promotion=self.promotion, state_dir=self.state_dir)
+        settings: Any = SimpleNamespace(
+            promotion=self.promotion,
+            state_dir=self.state_dir,
+            data=SimpleNamespace(tags={}),
+            rewards=SimpleNamespace(composes=False),
+        )
         return VersionControl(
             settings, self.store, run_id="run", check_checkpoint=self.check_checkpoint
         )
@@ -83,7 +107,8 @@ class ServedRun:
             if version and commit:
                 made = StepRecord(step=version, version=version)
                 Ledger(self.store).commit_step(made, trained=[], skipped={}, rollouts=[])
-            self.pusher.push(version, float(version))
+            tried = self.control.is_candidate(version)
+            self.pusher.push(version, float(version), as_candidate=tried)
             detail = {"weights_step": version, "gate": self.promotion.gate}
             self.store.record_version(
                 PolicyVersion(version, version or None, "serving", detail=detail)

@@ -48,8 +48,9 @@ POINTS: dict[str, tuple[Any, str, bool]] = {
 PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "nothing sent": (WeightPublisher, "publish", True),
     "files written": (weight_files.WeightFiles, "write", False),
-    "engine paused": (control_routes.VllmControl, "load", True),
-    "engine without weights": (control_routes.Peer, "post", True, "/finish_weight_update"),
+    "weights half ready": (control_routes.Peer, "post", True, "/update_weights"),
+    "engine paused": (control_routes.VllmControl, "pause", False),
+    "weights not in place": (control_routes.Peer, "post", True, "/finish_weight_update"),
     "loaded, version not set": (control_routes.ProxyControl, "set_version", True),
     "version set, not resumed": (control_routes.Peer, "post", True, "/resume"),
     "served, not proven": (weight_push.WeightPusher, "_verify", True),

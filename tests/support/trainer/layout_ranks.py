@@ -19,7 +19,14 @@ from torch import Tensor
 from support.trainer.fsdp_ranks import VERSION, step
 from support.trainer.learners import build, save_checkpoint, weights
 from support.trainer.row_samples import POISON, rows
-from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, mismatched_rows, pack
+from tracegrad_trainer.batches import (
+    MicroBatch,
+    PackingRule,
+    Row,
+    micro_batch,
+    mismatched_rows,
+    pack,
+)
 from tracegrad_trainer.batches.micro_batch import StepCounts
 from tracegrad_trainer.engine import (
     FsdpSettings,
@@ -59,6 +66,7 @@ class Layout:
     padded: bool = False  # a forward for each row (or pair), rows of equal length
     settings: dict[str, Any] = field(default_factory=dict)
     elements: int | None = None
+    group: int = 1  # ranks that share rows where it is quicker
 
     def place(self) -> tuple[int, int]:
         """How many ranks have micro-batches of their own, and which of these this one is."""
@@ -123,6 +131,7 @@ def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) 
         value_std=0.3,
         reference=folder / "other",
         elements=layout.elements,
+        packing=PackingRule(group=layout.group),
         **({"max_grad_norm": float("inf")} | changes),
     )
 
@@ -210,6 +219,7 @@ def batch(folder: Path, name: str, layout: Layout = Layout()) -> Any:
 
 
 SHARED = Layout(settings={"context_parallel": 2})  # two ranks, each micro-batch
+GROUPED = Layout(group=2)  # two ranks, in the steps that are quicker by it
 REPLICATED = Layout(settings={"replicas": 2})  # HSDP; on two ranks each has all weights
 REPLICATED_SHARED = Layout(settings={"replicas": 2, "context_parallel": 2})
 BATCHES = ("grpo", "turn_mean", "ppo", "gspo")
@@ -258,6 +268,7 @@ def main(folder: Path) -> None:
     out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
     out["batches"] = {name: batch(folder, name) for name in BATCHES}
     out["shared"] = {name: run(folder, name, SHARED) for name in OBJECTIVES}
+    out["grouped batches"] = {name: batch(folder, name, GROUPED) for name in BATCHES}
     out["shared batches"] = {name: batch(folder, name, SHARED) for name in BATCHES}
     out["replicated"] = {name: run(folder, name, REPLICATED) for name in ("grpo", "ppo", "dpo")}
     out["replicated, shared"] = {"ppo": run(folder, "ppo", REPLICATED_SHARED)}

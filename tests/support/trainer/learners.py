@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.engine import (
     FsdpSettings,
     Learner,
@@ -37,6 +38,7 @@ def build(
     reference: Path | nn.Module | None = None,
     elements: int | None = None,
     adamw: AdamwImplementation = ADAMW,
+    packing: PackingRule | None = None,
     serving: Precision = "float32",
     **optim: Any,
 ) -> Learner:
@@ -44,7 +46,8 @@ def build(
     objective = preset(objective) if isinstance(objective, str) else objective
     settings = FsdpSettings(device="cpu", **(fsdp or {}))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    context = ContextParallel.of(mesh, settings.context_parallel)
+    context = ContextParallel.of(mesh, settings.context_ranks)
+    sharing = ContextParallel.of(mesh, 1 if packing is None else packing.group)
     model: Any = build_sharded(folder, mesh, settings, values="value" in objective.needs)
     if value_std and value_head.has_value_head(model):
         torch.manual_seed(5)
@@ -61,9 +64,11 @@ def build(
         OptimSettings(**({"lr": 1e-2} | optim)),
         reshard=settings.reshard,
         context=context,
+        sharing=sharing,
         reference=reference,
         head_elements=elements,
         adamw=adamw,
+        packing=packing,
         serving=serving,
     )
 

@@ -78,6 +78,9 @@ class SleepingEngine:
         self.refuse: Callable[[int, str], bool] = lambda number, path: False
         self.wrong: list[str] = []
         self.weights = {0: MODEL_FOLDER, -1: MODEL_FOLDER}  # of each version
+        self.fleet: dict[str, SleepingEngine] = {}  # of the proxy here, by URL; {}: this one alone
+        self.all_may_be_held = not self.fleet
+        self.canary: dict[str, Any] | None = None
         self.lock = Lock()
 
     def start_again(self) -> None:
@@ -115,7 +118,8 @@ class SleepingEngine:
             except Refused as error:
                 return 500, json.dumps({"error": {"message": str(error)}}).encode()
             finally:
-                self.check(shown)
+                for each in self.fleet.values() or [self]:
+                    each.check(shown)
         return 200, json.dumps(found or {}).encode()
 
     def check(self, call: str) -> None:
@@ -167,17 +171,22 @@ class SleepingEngine:
             raise Refused("a weight update is already active")
         if "weights" in self.state.asleep:
             self.wrong.append("weights are loaded into memory that is not there")
-        self.state.updating, self.state.weight, self.state.incoming = True, None, []
+        self.state.updating, self.state.incoming = True, []
 
     def update_weights(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        paths = body["update_info"]["paths"]
+        info = body["update_info"]
+        paths = info["paths"]
         if not self.state.updating or not paths:
             self.state.updating = False
             raise Refused("paths: the update names no files")
+        if "parts" not in info:  # into the place of those that are served
+            self.state.weight = None
         self.state.incoming += [load_file(path)["w"].item() for path in paths]
         self.loaded += self.state.incoming[-len(paths) :]
 
     def finish_weight_update(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        if not self.state.paused:
+            self.wrong.append("weights change while the engine computes")
         self.state.updating = False
         [self.state.weight] = self.state.incoming
         self.state.says, self.state.away = body["weight_version"], False
@@ -187,16 +196,38 @@ class SleepingEngine:
 
     # The proxy
 
+    def _upstreams(self, body: dict[str, Any]) -> list[EngineState]:
+        """Those that a request of the proxy's is about."""
+        if (url := body.get("upstream")) is not None:
+            return [self.fleet[url].state]
+        return [each.state for each in self.fleet.values()] or [self.state]
+
     def api_push(self, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        return {"version": self.state.version, "held": self.state.held}
+        said = {"version": self.state.version, "held": self.state.held}
+        apart = {
+            url: {"version": each.state.version, "held": each.state.held}
+            for url, each in self.fleet.items()
+            if each.state.version != self.state.version
+        }
+        return {**said, "upstreams": apart} if apart else said
+
+    api_push_upstreams = api_push
 
     def api_push_hold(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        self.state.held = True
+        for state in self._upstreams(body):
+            state.held = True
+        if not self.all_may_be_held and all(each.state.held for each in self.fleet.values()):
+            self.wrong.append("nobody takes calls")
 
     def api_push_version(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        if not self.state.paused:
-            self.wrong.append("the version is set while the engine computes")
-        self.state.version = body["version"]
+        for state in self._upstreams(body):
+            if not state.paused and state.version != body["version"]:
+                self.wrong.append("the version is set while the engine computes")
+            state.version = body["version"]
 
     def api_push_release(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        self.state.held = False
+        for state in self._upstreams(body):
+            state.held = False
+
+    def api_push_canary(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        self.canary = body if "upstream" in body else None

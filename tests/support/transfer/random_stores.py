@@ -95,6 +95,7 @@ class _Maker:
                     agent=self._maybe("shop"),
                     tags={f"t{i}": self._word() for i in range(self._chance.randrange(3))},
                     task=self._maybe(self.json()),
+                    held_out=self._chance.random() < 0.3,
                     opened_at=self._time(),
                 )
             )

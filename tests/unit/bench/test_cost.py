@@ -76,6 +76,9 @@ def test_transfers_are_bytes_over_bandwidths(shapes: Shapes) -> None:
     assert push["write"] == pytest.approx(2 * shapes.parameters / H100.shared_memory)
     assert push_seconds(shapes, H100, gpus=1)["gather"] == 0
     assert push_seconds(shapes, H100, gpus=64)["gather"] > push["gather"]
+    shared = push_seconds(shapes, H100, gpus=8, transport="ipc")
+    assert {name for name in push if push[name] != shared[name]} == {"load"}
+    assert shared["load"] == pytest.approx(push["gather"] + 2 * shapes.parameters / H100.link)
     one, many = (checkpoint_seconds(shapes, H100, gpus=n) for n in (8, 64))
     saved = 12 * shapes.parameters
     assert one["write"] == pytest.approx(saved / 5e9)

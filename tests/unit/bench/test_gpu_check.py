@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,6 +23,7 @@ from bench.gpu_check import (
     models,
     parity,
     profile,
+    pushes,
     resume,
     serving,
     speed,
@@ -178,6 +180,42 @@ def test_each_dtype_is_judged_by_itself() -> None:
     assert serving.judge_precision(asked, silent).verdict == "wrong"
 
 
+def test_each_transport_is_judged_by_itself() -> None:
+    def row(name: str, *said: str) -> list[str]:
+        return [name, "0.1", "1e-3", *(said or ("within", "refused", ""))]
+
+    left = row("nccl", "not run", "not run", "needs two GPUs")
+    found = pushes.judge_pushes([row("files"), row("ipc"), left])
+    assert (found.verdict, found.said) == (
+        "right",
+        "2 of 2 transports push what is served; not run: nccl",
+    )
+    for wrong in (
+        row("ipc", "refused", "refused", ""),
+        row("ipc", "within", "within", ""),
+        row("ipc", "within", "refused", "by files"),
+        row("ipc", "failed", "failed", "no room"),
+    ):
+        found = pushes.judge_pushes([row("files"), wrong])
+        assert (found.verdict, found.said[-9:]) == ("wrong", ", not ipc")
+
+
+def test_what_a_transport_needs_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pushes, "m2n_missing", lambda: None)
+    assert [name for name, lacks in pushes.transports(0).items() if not lacks] == ["files", "gloo"]
+    assert [name for name, lacks in pushes.transports(1).items() if lacks] == ["nccl", "nccl_m2n"]
+    assert not any(pushes.transports(2).values())
+
+
+def test_all_checks_fit_into_half_an_hour_in_the_order_of_their_worth() -> None:
+    """By the estimates with which the program begins them: none has run on a GPU."""
+    assert sum(check.seconds for check in program.CHECKS) <= program.BUDGET_S
+    names = [check.name for check in program.CHECKS]
+    assert len(set(names)) == len(names)
+    assert names[-2:] == ["speed", "profile"], "right before fast"
+    assert names.index("pushes by each transport") < names.index("serve, ten pushes and a kill")
+
+
 def test_an_exported_row_is_held_against_itself(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,10 +240,28 @@ def test_a_checkpoint_and_an_export_come_back(machine: Machine) -> None:
 
 
 @pytest.mark.slow  # two processes that train; tests/faults has many kills
+@pytest.mark.timeout(3600)  # `resume.check` itself ends a run that makes no progress
 def test_a_killed_run_is_compared(machine: Machine) -> None:
     found = resume.check(machine)
     assert found.verdict == "right", found
     assert found.said.endswith("6 of 6 losses agree")
+
+
+@pytest.mark.parametrize(
+    ("busy", "bounds"),
+    [("while True: pass", (0.2, 1e9)), ("import time; time.sleep(1e6)", (1e9, 0.3))],
+)
+def test_a_run_without_progress_is_ended(
+    busy: str, bounds: tuple[float, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One that computes for ever, and one that waits for ever."""
+    monkeypatch.setattr(resume, "STEP_CPU_S", bounds[0])
+    monkeypatch.setattr(resume, "STILL_S", bounds[1])
+    resume._fill(tmp_path / "state", 1)
+    stuck = subprocess.Popen([sys.executable, "-c", busy], start_new_session=True)
+    with pytest.raises(TimeoutError, match="state: after 0 steps none for"):
+        resume._finish(stuck, tmp_path / "state")
+    assert stuck.poll() == -signal.SIGKILL
 
 
 def test_what_a_cpu_cannot_say_is_not_run(machine: Machine) -> None:

@@ -61,3 +61,22 @@ def test_what_fails_in_one_form_is_a_note() -> None:
     page = program.page([one], with_vllm=False)
     assert "| A | yes | 1e-06 | no (1) | no (2) |" in page
     assert "1. A: no room\n2. A: not started" in page
+
+
+def test_another_dtype_in_vllm_is_a_note_with_its_own_rounding() -> None:
+    one = measured.Measured("A", "", {"whole": 1e-6}, 2e-2, ("bfloat16", 1e-2))
+    page = program.page([one], with_vllm=False)
+    assert "| A | yes | 1e-06 | 2e-02 (1) |" in page
+    assert "1. A: vLLM's CPU build has it in bfloat16 alone, in which transformers is 1e-02" in page
+
+
+def test_what_one_dtype_rounds_is_found(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    measured._save(FAMILIES["Qwen 3"](), tmp_path)
+    ids = torch.randint(3, VOCABULARY, (4, measured.PROMPT + measured.SAMPLED))
+    exact, half = (
+        measured._sampled_logprobs(measured._loaded(tmp_path, dtype), ids)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert exact.shape == (4 * measured.SAMPLED,)
+    assert 1e-4 < float((half - exact).abs().median()) < 0.1

@@ -25,8 +25,8 @@ def measured(number: int, **changes: object) -> Measured:
 def test_what_is_older_than_the_last_column_is_added_up() -> None:
     row = next(line for line in page([measured(0)], 4).splitlines() if "synchronous |" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:6] == ["50.0 %", "0.0 %", "25.0 %", "0.0 %", "25.0 %"]
-    assert cells[6:] == ["12.5 %", "0.0 %", "2.50", "0.75"]
+    assert cells[1:7] == ["50.0 %", "0.0 %", "25.0 %", "0.0 %", "0.0 %", "25.0 %"]
+    assert cells[7:] == ["12.5 %", "2.50", "0.75"]
 
 
 def test_every_mode_is_a_setting_that_the_trainer_takes(tmp_path: Path) -> None:
@@ -35,4 +35,5 @@ def test_every_mode_is_a_setting_that_the_trainer_takes(tmp_path: Path) -> None:
     for mode in MODES:
         given = {**SERVE, **mode.settings, "model": tmp_path, "state_dir": tmp_path / "state"}
         settings = load_settings(None, [f"{name}={value}" for name, value in given.items()])
-        assert settings.data.over_sample == mode.extra
+        assert settings.data.synchronous or settings.batches.max_staleness in (1, 4)
+        assert mode.asks == (settings.batches.stale == "wait" or settings.data.synchronous)

@@ -37,12 +37,19 @@ def standing(store: Store) -> Store:
             ("no_task", Outcome.COMPLETED, 0.125),
             ("named_reward", Outcome.COMPLETED, None),
             ("skipped", Outcome.COMPLETED, 0.0625),
+            ("held_out", Outcome.COMPLETED, 0.03125),
         ]
     ):
         task = None if name == "no_task" else name
         store.append(
             rollout_events(
-                name, task=task, reward=reward, outcome=outcome, at=1000.0 + at, turns=at
+                name,
+                task=task,
+                reward=reward,
+                outcome=outcome,
+                at=1000.0 + at,
+                turns=at,
+                held_out=name == "held_out",
             )
         )
     store.append([Reward(rollout_id="named_reward", value=1.0, name="score")])
@@ -103,7 +110,10 @@ def test_filters(store: Store, url: str) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    ["no_reward", "waiting", "leased", "env_error", "open", "no_task", "named_reward", "skipped"],
+    [
+        *("no_reward", "waiting", "leased", "env_error", "open", "no_task", "named_reward"),
+        *("skipped", "held_out"),
+    ],
 )
 def test_each_state_finds_those_that_stand_so(standing: Store, url: str, state: str) -> None:
     found = ids(url, "--state", state)
@@ -113,7 +123,8 @@ def test_each_state_finds_those_that_stand_so(standing: Store, url: str, state: 
 
 
 @pytest.mark.parametrize(
-    "state", ["no_reward", "waiting", "leased", "env_error", "no_task", "named_reward"]
+    "state",
+    ["no_reward", "waiting", "leased", "env_error", "no_task", "named_reward", "held_out"],
 )
 def test_every_command_calls_a_state_the_same(standing: Store, url: str, state: str) -> None:
     [reason] = printed_json(url, "explain", state)["not_trained"]
@@ -127,6 +138,21 @@ def test_every_command_calls_a_state_the_same(standing: Store, url: str, state: 
     assert standing.turn_counts().pending.get(state) == row["turns"]
 
 
+def test_held_out_ones_are_told_by_every_command_also_when_they_are_consumed(
+    standing: Store, url: str
+) -> None:
+    assert ids(url, "--eval") == ["held_out"]
+    assert "held_out" not in ids(url, "--no-eval")
+    Ledger(standing).lease(groups=9, group_size=2, owner="me", ttl_s=60)
+    assert printed(url, "ls", "--eval").splitlines()[1].split()[-1] == "held_out"
+    assert printed_json(url, "show", "held_out")["held_out"] is True
+    shown = printed(url, "show", "held_out")
+    assert "held out  for evaluation: never trained" in shown
+    [reason] = printed_json(url, "explain", "held_out")["not_trained"]
+    assert (reason["reason"], reason["final"]) == ("held_out", True)
+    assert standing.turn_counts().skipped["held_out"] == 9
+
+
 def test_those_that_training_is_done_with_were_trained_or_skipped(
     standing: Store, url: str
 ) -> None:
@@ -136,9 +162,9 @@ def test_those_that_training_is_done_with_were_trained_or_skipped(
 
 def test_sorted_by_reward_those_without_one_come_last(standing: Store, url: str) -> None:
     found = ids(url, "--sort", "reward")
-    assert found[:5] == ["leased", "waiting", "consumed", "no_task", "skipped"]
+    assert found[:6] == ["leased", "waiting", "consumed", "no_task", "skipped", "held_out"]
     # The rest has none, and is sorted by age.
-    assert found[5:] == ["named_reward", "env_error", "no_reward", "open", "leased-too"]
+    assert found[6:] == ["named_reward", "env_error", "no_reward", "open", "leased-too"]
     assert ids(url, "--sort", "reward", "--limit", "1") == ["leased"]
 
 

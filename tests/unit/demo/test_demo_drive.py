@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from shop import agent, chart, drive, tasks
+from shop import agent, chart, drive, rollouts, tasks
 from tracegrad import Rollout, flush
 
 
@@ -210,7 +210,7 @@ async def no_other_task_runs() -> None:
     coroutines = [task.get_coro() for task in asyncio.all_tasks()]
     files = {getattr(coroutine, "cr_code").co_filename for coroutine in coroutines}  # noqa: B009
     assert __file__ in files
-    assert drive.__file__ not in files
+    assert rollouts.__file__ not in files
 
 
 async def test_an_agent_that_never_answers_has_used_up_its_budget(

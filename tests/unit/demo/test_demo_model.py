@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shop import agent, model, tasks, warm_start
+from shop import agent, model, supervised, tasks, warm_start
 
 HELD_OUT = tasks.exam("held_out", 12)
 
@@ -89,9 +89,9 @@ def test_the_second_prompt_extends_the_first_turns_tokens(tokenizer: Any, task: 
 def test_only_what_the_assistant_says_is_learnt(tokenizer: Any) -> None:
     text = "<|user|>Hi<|end|><|assistant|>12<|end|><|tool|>3<|end|><|assistant|>4<|end|><|pad|>"
     input_ids = tokenizer([text], return_tensors="pt")["input_ids"]
-    labels = warm_start.labels_of(input_ids, tokenizer)
-    learnt = input_ids[labels != warm_start.IGNORED]
-    assert torch.equal(labels[labels != warm_start.IGNORED], learnt)
+    labels = supervised.labels_of(input_ids, tokenizer)
+    learnt = input_ids[labels != supervised.IGNORED]
+    assert torch.equal(labels[labels != supervised.IGNORED], learnt)
     assert tokenizer.decode(learnt) == "12<|end|>4<|end|>"
 
 
@@ -131,6 +131,6 @@ def test_a_warm_start_is_made_once_and_can_be_loaded(tmp_path: Path) -> None:
 
 
 def test_another_recipe_is_another_directory() -> None:
-    digests = {warm_start.Recipe(seed=seed).digest() for seed in range(3)}
+    digests = {warm_start.Recipe(seed=seed).directory(Path()) for seed in range(3)}
     assert len(digests) == 3
-    assert warm_start.Recipe().digest() == warm_start.Recipe(seed=0).digest()
+    assert warm_start.Recipe().directory(Path()) == warm_start.Recipe(seed=0).directory(Path())

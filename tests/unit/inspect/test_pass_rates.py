@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tracegrad.inspect.pass_rates import PassRate, pass_at_k, pass_rates, useful_ks
+from tracegrad.inspect.pass_rates import PassRate, pass_rates, useful_ks
+from tracegrad.pass_at_k import pass_at_k
 from tracegrad.store.read.attempts import Attempt
 
 

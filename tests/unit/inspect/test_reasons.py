@@ -18,7 +18,7 @@ from tracegrad.inspect.reasons import (
 )
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store.filters import STATES
-from tracegrad.store.types import PENDING_STATES
+from tracegrad.store.types import HELD_OUT, PENDING_STATES
 
 ROOT = Path(__file__).resolve().parents[3]
 # Functions that answer with a reason why a turn must not be trained.
@@ -138,8 +138,9 @@ def test_every_outcome_that_a_batch_may_leave_out_has_words() -> None:
 def test_every_state_of_a_rollout_that_is_not_trained_has_words() -> None:
     unscored = {outcome.value for outcome in Outcome if not outcome.scored}
     done = {"consumed", "trained", "skipped"}
-    assert {*STATES, "not_selected"} - done == WAITING_TEXTS.keys() | unscored
-    assert unscored <= UNTRAINED_TEXTS.keys()
+    never = unscored | {HELD_OUT}
+    assert {*STATES, "not_selected"} - done == WAITING_TEXTS.keys() | never
+    assert never <= UNTRAINED_TEXTS.keys()
 
 
 def test_states_that_are_counted_as_waiting_have_words() -> None:

@@ -99,6 +99,23 @@ def test_a_rollout_from_its_opening_to_its_step() -> None:
     assert not found.turns[1].commit_is_known
 
 
+def test_the_runners_sandbox_and_reward_are_told_apart() -> None:
+    found = one(
+        TurnMoment("a", 107.0, {"decode": 2.0}),
+        sandbox_until=103.0,
+        scored_from=110.0,
+        rewarded_at=112.0,
+        finished_at=112.0,
+    )
+    assert seconds_of(found) == {
+        "sandbox": 3.0,
+        "setup": 2.0,
+        "decode": 2.0,
+        "between": 3.0,  # the agent's, after its last call
+        "reward": 2.0,
+    }
+
+
 def test_calls_at_once_share_their_moments() -> None:
     found = one(
         TurnMoment("a", 104.0, {"decode": 4.0}),

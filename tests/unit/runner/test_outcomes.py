@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tracegrad.events import Outcome
-from tracegrad.runner.attempt import RewardFailed, RewardSource, read_reward
 from tracegrad.runner.outcomes import ProcessEnd, classify
+from tracegrad.runner.reward import RewardFailed, printed_reward
+from tracegrad.runner.task import RewardSource
 
 BAD_END = ProcessEnd(3, 1.0, last_line="no such tool")
 LATE = ProcessEnd(None, 60.0, timed_out=True)
@@ -46,7 +47,7 @@ def test_a_failure_is_the_policys_only_where_the_policy_was_asked(
     ],
 )
 def test_a_reward_is_read(end: ProcessEnd, source: RewardSource, value: float) -> None:
-    assert read_reward(end, source) == value
+    assert printed_reward(end, source) == value
 
 
 @pytest.mark.parametrize(
@@ -63,4 +64,4 @@ def test_a_reward_is_read(end: ProcessEnd, source: RewardSource, value: float) -
 )
 def test_a_broken_scorer_gives_no_reward(end: ProcessEnd, source: RewardSource, why: str) -> None:
     with pytest.raises(RewardFailed, match=why):
-        read_reward(end, source)
+        printed_reward(end, source)

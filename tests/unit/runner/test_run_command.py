@@ -8,48 +8,16 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from support.engines.mock_engine import MockEngine
-from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, eventually, serving
+from support.proxy.proxy_with_engine import ProxyWithEngine
+from support.proxy.servers import eventually
+from support.runner.asking_agent import ASK
 from tracegrad.cli.app import app
-from tracegrad.store import RolloutSummary, Store
-
-# Asks once, and writes the answer into a file of its folder.
-AGENT = """
-import json, os, urllib.request
-body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hello"}]})
-request = urllib.request.Request(
-    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
-    body.encode(),
-    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
-)
-answer = json.load(urllib.request.urlopen(request))
-open("answer.txt", "a").write(answer["choices"][0]["message"]["content"] or "")
-print("asked")
-"""
-ASK = (sys.executable, "-c", AGENT)
-
-
-@pytest.fixture
-def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyWithEngine]:
-    Store.open(f"sqlite:///{tmp_path}/store.db").close()
-    server = EngineServer()
-    with (
-        serving(server, lifespan="off") as server.url,
-        proxy_with_engine(server, MockEngine(), tmp_path / "store.db") as found,
-    ):
-        monkeypatch.setenv("TRACEGRAD_URL", found.url)
-        monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
-        (tmp_path / "here").mkdir()
-        monkeypatch.chdir(tmp_path / "here")
-        yield found
-        found.close_clients()
+from tracegrad.store import RolloutSummary
 
 
 def run(*arguments: str) -> Result:

@@ -30,6 +30,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeProxy
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRACEGRAD_URL", fake.url)
     monkeypatch.delenv("TRACEGRAD_TAGS", raising=False)
+    monkeypatch.delenv("TRACEGRAD_HELD_OUT", raising=False)
     monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
     yield fake
     if (to := exporter._exporters.get(fake.url)) is not None:

@@ -131,6 +131,54 @@ def test_tags_of_the_environment_of_the_scope_and_of_the_rollout(
     assert second == {"run": "7", "split": "env", "who": "env"}
 
 
+def held_out(proxy: FakeProxy) -> list[tuple[str | None, bool]]:
+    return [(e["task_id"], e.get("held_out", False)) for e in proxy.events("rollout_started")]
+
+
+def test_a_held_out_rollout_says_so_and_so_do_those_inside_of_it(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rollout("eval", held_out=True) as r, rollout("inside"):
+        assert r.held_out
+    with rollout("train"), rollout("eval-inside", held_out=True):
+        pass
+    monkeypatch.setenv("TRACEGRAD_HELD_OUT", "1")
+    with rollout("process"):
+        pass
+    assert held_out(proxy) == [
+        ("eval", True),
+        ("inside", True),
+        ("train", False),
+        ("eval-inside", True),
+        ("process", True),
+    ]
+    [plain] = [e for e in proxy.events("rollout_started") if e["task_id"] == "train"]
+    assert "held_out" not in plain, "a proxy from before the mark takes it"
+    monkeypatch.setenv("TRACEGRAD_HELD_OUT", "yes")
+    with pytest.raises(ValueError, match="TRACEGRAD_HELD_OUT: 'yes'; write 1, or 0"):
+        rollout().__enter__()
+
+
+def test_trace_holds_out_by_its_arguments_and_where_it_cannot_tell(
+    proxy: FakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    @trace(task=lambda question: question, held_out=lambda question: question.startswith("exam"))
+    def solve(question: str) -> None:
+        pass
+
+    @trace(task="broken", held_out=lambda: 1 / 0)
+    def broken() -> None:
+        pass
+
+    solve("exam-1")
+    solve("drill-1")
+    broken()
+    assert held_out(proxy) == [("exam-1", True), ("drill-1", False), ("broken", True)]
+    assert "held_out of @trace failed" in caplog.text
+    with pytest.raises(ValueError, match="held_out: expected True or False, got 'no'"):
+        trace(held_out="no")  # type: ignore[call-overload]
+
+
 class _NoNumber:
     def __float__(self) -> float:
         raise KeyError("x")
@@ -477,7 +525,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
         "surrogate": "\ud800",
         "long": "x" * 200_000,
         "wide": list(range(2_500)),
-        "function": functools.partial(print, 1),
+        "function": functools.partial(len, ()),
     }
     with rollout(input=asked):
         pass
@@ -489,7 +537,7 @@ def test_what_was_asked_is_kept_as_json_whatever_it_is(proxy: FakeProxy) -> None
     assert task["surrogate"] == "?"
     assert task["long"].endswith("(100000 more characters)")
     assert task["wide"][-2:] == [499, "… (2000 more)"]
-    assert task["function"] == "functools.partial(<built-in function print>, 1)"
+    assert task["function"] == "functools.partial(<built-in function len>, ())"
 
 
 def test_a_forked_child_does_not_finish_its_parents_rollout(proxy: FakeProxy) -> None:

@@ -272,6 +272,16 @@ def test_an_agents_process_gets_the_rollout_and_not_the_admins_key(
     assert os.environ["OPENAI_API_KEY"] == "sk-theirs"
 
 
+def test_what_a_held_out_rollouts_process_opens_is_held_out(proxy: FakeProxy) -> None:
+    code = "import tracegrad\nwith tracegrad.rollout('inside'): pass\ntracegrad.flush()"
+    with rollout(environ=True, held_out=True) as r:
+        assert os.environ["TRACEGRAD_HELD_OUT"] == "1"
+    assert "TRACEGRAD_HELD_OUT" not in os.environ
+    subprocess.run([sys.executable, "-c", code], env=r.environ, check=True)
+    [_, inside] = proxy.events("rollout_started")
+    assert (inside["task_id"], inside["held_out"]) == ("inside", True)
+
+
 def test_where_another_rollouts_key_is_set_the_agents_own_stays(
     proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

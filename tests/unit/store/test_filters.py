@@ -20,12 +20,12 @@ from tracegrad.store import ALL, RolloutFilter, Store
 @pytest.fixture
 def filled(store: Store) -> Store:
     """a: version 1, reward 0; b: version 2, reward 1; c: version 3, reward revised from 1 to 0.5;
-    d: open, no reward, no turns."""
+    d: open, no reward, no turns, held out."""
     store.append(rollout_events("a", at=10, reward=0.0, version=1))
     store.append(rollout_events("b", at=20, reward=1.0, version=2, task="other"))
     store.append(rollout_events("c", at=30, reward=1.0, version=3, outcome=Outcome.BUDGET))
     store.append([Reward(rollout_id="c", value=0.5, created_at=99)])
-    store.append(rollout_events("d", at=40, reward=None, outcome=None, turns=0))
+    store.append(rollout_events("d", at=40, reward=None, outcome=None, turns=0, held_out=True))
     return store
 
 
@@ -46,6 +46,9 @@ def filled(store: Store) -> Store:
         ({"outcome": "budget"}, "c"),
         ({"task": "other"}, "b"),
         ({"task": "other", "max_version": 1}, ""),
+        ({"held_out": True}, "d"),
+        ({"held_out": False}, "cba"),
+        ({"state": "held_out"}, "d"),
     ],
 )
 def test_a_filter_finds_what_it_says(filled: Store, asked: dict[str, Any], found: str) -> None:

@@ -143,6 +143,7 @@ def test_a_store_of_the_first_release_opens_and_goes_on(empty_url: str) -> None:
         assert examine(store).ok
         # The word for turns that another rollout took has changed since.
         assert list(RolloutExport(store=store).rollouts()) == [_with_new_words(o) for o in written]
+        assert not any(each.held_out for each in store.rollouts())
         [copy] = [each for each in store.rollouts() if each.tags.get("anchor_task") == "climb"]
         assert {turn.sampling["source"] for turn in store.rollout_turns(copy.rollout_id)} == {
             "demonstration"

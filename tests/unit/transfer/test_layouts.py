@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
+from sqlalchemy import update
 
 from support.transfer.template_store import CHAT, answer, fill, turn, user
 from tracegrad.events import RolloutStarted, Turn
 from tracegrad.store import RolloutFilter, Store
+from tracegrad.store.models import Rollouts
 from tracegrad.transfer import ExportLayout, find_layout, layout_names, parquet
 from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import slime, trl, verl
@@ -45,6 +47,19 @@ def test_parquet_and_jsonl_hold_the_same(
     table = pyarrow.parquet.read_table(tmp_path / "rows.parquet")
     assert table.column_names == list(layout.columns)
     assert [bare(row) for row in table.to_pylist()] == [bare(row) for row in made]
+
+
+@pytest.mark.parametrize("layout", ALL, ids=lambda layout: layout.name)
+def test_held_out_rollouts_are_no_rows_for_trainers_unless_they_are_asked_for(
+    store: Store, layout: ExportLayout
+) -> None:
+    fill(store)
+    without, _ = rows(store, layout)
+    with store.appending() as connection:
+        connection.execute(update(Rollouts).values(held_out=True))
+    assert rows(store, layout) == ([], {"rollouts: held_out": len(store.rollouts())})
+    asked = RolloutExport(store=store, wanted=RolloutFilter(held_out=True))
+    assert list(asked.layout(layout)) == without
 
 
 def bare(value: object) -> object:

@@ -4,7 +4,14 @@ from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.expert_routing import ExpertRouting, RoutingLayout
 from tracegrad_trainer.batches.filters import turn_reason
 from tracegrad_trainer.batches.micro_batch import MicroBatch, micro_batch
-from tracegrad_trainer.batches.packing import mini_batches, pack, packing_stats, plan_packing
+from tracegrad_trainer.batches.packing import (
+    PackingRule,
+    mini_batches,
+    pack,
+    packing_stats,
+    plan_packing,
+    shares_rows,
+)
 from tracegrad_trainer.batches.preferences import (
     Pairing,
     labelled_rows,
@@ -23,6 +30,7 @@ __all__ = [
     "BatchSettings",
     "ExpertRouting",
     "MicroBatch",
+    "PackingRule",
     "Pairing",
     "RoutingLayout",
     "Row",
@@ -38,6 +46,7 @@ __all__ = [
     "rollout_rewards_of",
     "rows_of",
     "select",
+    "shares_rows",
     "turn_reason",
     "unit_advantages",
 ]

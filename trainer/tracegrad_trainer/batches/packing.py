@@ -10,9 +10,12 @@ import heapq
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from tracegrad_trainer.batches import aligned_packing
+from tracegrad_trainer.batches.aligned_packing import Plan, plan_cost
 from tracegrad_trainer.batches.micro_batch import MicroBatch, StepCounts, micro_batch
 from tracegrad_trainer.batches.rows import Row
 
@@ -21,6 +24,23 @@ from tracegrad_trainer.batches.rows import Row
 ATTENTION_PARITY = 8192.0
 # Exchanges between ranks after the first shares: a few dozen bring all the gain there is.
 _EXCHANGES = 64
+# What sharing rows must save of a step's time: exchanges have latencies that nobody counts here.
+_WORTH_SHARING = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class PackingRule:
+    """What decides, besides rows and ranks, who gets which; a step records it.
+
+    `parity` as in `row_cost`; `aligned`: as `plan_packing` has it. `group`: so many neighbouring
+    ranks share every micro-batch where that is quicker (`shares_rows`); 1: none do. `exchange`:
+    what that adds to the cost of a token, less its attention.
+    """
+
+    parity: float = ATTENTION_PARITY
+    aligned: bool = True
+    group: int = 1
+    exchange: float = 0.0
 
 
 def mini_batches(rows: Sequence[Row], parts: int, *, seed: str) -> list[list[int]]:
@@ -61,18 +81,20 @@ def plan_packing(
     budget: int,
     pairs: Sequence[int] = (),
     parity: float = ATTENTION_PARITY,
-) -> list[list[list[int]]]:
+    aligned: bool = True,
+) -> Plan:
     """Share rows out: [rank][micro-batch] -> row numbers; equally many micro-batches a rank.
 
     Rows whose number in `pairs` (one a row, if given) is the same and >= 0 stay together in one
     micro-batch. What stays together goes to the least loaded rank, the costliest first: no rank
     takes longer than 4/3 - 1/(3 ranks) of the best shares there are (Graham 1969, "Bounds on
-    multiprocessing timing anomalies"), and loads differ by at most the costliest. Exchanges
-    between ranks then only shorten that.
+    multiprocessing timing anomalies"). Exchanges between ranks then only shorten that.
 
     On its rank each share is packed first-fit-decreasing to `budget` tokens. Ranks wait for each
     other at every micro-batch, so they run their costliest at the same time; those that need
-    fewer get empty ones: collectives match.
+    fewer get empty ones: collectives match. Where that leaves them waiting, micro-batches are
+    `aligned`: filled over all ranks at once, if a step is quicker by it (`aligned_packing`). No
+    plan is quicker than the longest row.
 
     Raises:
         ValueError: a row or a pair is longer than the budget.
@@ -83,13 +105,48 @@ def plan_packing(
     for bundle, size in zip(bundles, tokens, strict=True):
         if size > budget:
             raise ValueError(_too_long(len(bundle), size, budget))
+    plan = _rank_by_rank(costs, tokens, ranks=ranks, budget=budget)
+    if aligned:
+        plan = aligned_packing.aligned(plan, costs, tokens, ranks=ranks, budget=budget)
+    return [[[row for i in bin_ for row in bundles[i]] for bin_ in bins] for bins in plan]
+
+
+def _rank_by_rank(
+    costs: Sequence[float], tokens: Sequence[int], *, ranks: int, budget: int
+) -> Plan:
     packed = []
     for share in _shares(costs, ranks):
         bins = _first_fit(share, tokens, budget)
-        bins.sort(key=lambda bin_: -sum(costs[i] for i in bin_))
-        packed.append([[row for i in bin_ for row in bundles[i]] for bin_ in bins])
+        packed.append(sorted(bins, key=lambda bin_: -sum(costs[i] for i in bin_)))
     most = max(1, *(len(bins) for bins in packed))
     return [bins + [[] for _ in range(most - len(bins))] for bins in packed]
+
+
+def shares_rows(
+    parts: Sequence[Sequence[Row]], *, ranks: int, budget: int, rule: PackingRule
+) -> bool:
+    """Whether the optimizer steps on these rows are quicker where groups of `rule.group` ranks
+    share their micro-batches, which then hold so many times `budget` tokens."""
+    if rule.group == 1:
+        return False
+
+    def time(size: int, exchange: float) -> float:
+        found = 0.0
+        for rows in parts:
+            lengths = [len(row) for row in rows]
+            plan = plan_packing(
+                lengths,
+                ranks=ranks // size,
+                budget=size * budget,
+                pairs=[row.pair for row in rows],
+                parity=rule.parity,
+                aligned=rule.aligned,
+            )
+            costs = [exchange * n + row_cost(n, rule.parity) for n in lengths]
+            found += plan_cost(plan, costs) / size
+        return found
+
+    return time(rule.group, rule.exchange) < (1 - _WORTH_SHARING) * time(1, 0.0)
 
 
 def _too_long(rows: int, tokens: int, budget: int) -> str:
@@ -179,10 +236,9 @@ def pack(
     ranks: int,
     budget: int,
     keys: Sequence[int] | None = None,
-    parity: float = ATTENTION_PARITY,
+    rule: PackingRule = PackingRule(),
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank, [rank][micro-batch]; `keys` default to the row numbers. `parity`
-    as in `row_cost`.
+    """Micro-batches of every rank, [rank][micro-batch]; `keys` default to the row numbers.
 
     Raises:
         ValueError: a row, or the rows of a preference pair together, exceed the budget.
@@ -194,7 +250,8 @@ def pack(
         ranks=ranks,
         budget=budget,
         pairs=[row.pair for row in rows],
-        parity=parity,
+        parity=rule.parity,
+        aligned=rule.aligned,
     )
     return [
         [micro_batch([rows[i] for i in bin_], [keys[i] for i in bin_], counts) for bin_ in bins]

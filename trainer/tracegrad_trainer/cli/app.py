@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 import typer
 from rich.console import Console
 
-from tracegrad.cli.options import VersionOption, with_options, with_rollout_filter
+from tracegrad.cli.options import VersionOption, who_decides, with_options, with_rollout_filter
 from tracegrad.environment import unread_variables
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import ALL, RolloutFilter
@@ -470,7 +470,7 @@ def _decide(
             kind=kind,
             version=version,
             training=cast(Any, training),  # it is checked there
-            by=deciding.who_decides(),
+            by=who_decides(),
             reason=why,
         )
         with Store.open(store or _store_url(state_dir), create=False) as opened:

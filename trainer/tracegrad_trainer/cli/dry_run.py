@@ -15,9 +15,10 @@ from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
 from tracegrad.store.read.scorings import ScoringFailure
 from tracegrad.store.read.task_titles import short_task_ids
-from tracegrad.text_format import format_age, format_count, shorten_apart
+from tracegrad.text_format import format_age, format_count, format_elapsed, shorten_apart
 from tracegrad_trainer.cli.render_status import describe_unusable
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.rewards.judge_groups import JudgeGroup
 from tracegrad_trainer.rl.dry_run import GroupPlan, MicroBatchLoad, StepPlan, plan_step
 from tracegrad_trainer.rl.wait_reason import describe_inferred_open
 from tracegrad_trainer.utils.console import PlainTable, plain_table, print_json, print_report
@@ -49,6 +50,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     if plan.note is not None:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
+    parts.append(Text(f"rollouts are weighed by objective.advantage = '{plan.rule}'", style="dim"))
     parts += [Text(line, style="dim") for line in _inferred(plan)]
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))
@@ -62,6 +64,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
         parts += [Text(), _states(plan.stats)]
     if plan.skipped or plan.passed:
         parts += [Text(), _reasons(plan.skipped, plan.passed)]
+    if plan.judge_groups:
+        parts += [Text(), _judge_groups(plan.judge_groups)]
     if plan.waiting:
         parts += [Text(), _waiting(plan.waiting, titles)]
     if plan.scoring_failures:
@@ -103,6 +107,15 @@ def _inferred(plan: StepPlan) -> Iterator[str]:
         prompts = format_count(plan.live_prompts, "live prompt")
         why = f"; not: {describe_unusable(plan.not_resampled)}" if plan.not_resampled else ""
         yield f"{prompts} would be sampled again (resample.prompts){why}"
+    if plan.judge_groups is not None:
+        ready = plan.uses.get("rewards.judge.groups", [])
+        alone = sum(group.smaller_in_s is None for group in plan.judge_groups)
+        yield (
+            f"{format_count(len(ready), 'rollout')} without a task would be judged with similar"
+            f" ones (rewards.judge.groups); not: {alone} without a similar one,"
+            f" {plan.not_judged} that {'does' if plan.not_judged == 1 else 'do'} not say what"
+            f" {'it was' if plan.not_judged == 1 else 'they were'} asked"
+        )
 
 
 def _share(plan: StepPlan) -> str:
@@ -197,6 +210,16 @@ def _waiting(waiting: Sequence[IncompleteGroup], titles: Mapping[str, str]) -> P
         cells = (len(task.ready), task.open, task.no_reward, task.no_turns)
         shown.add_row(titles[task.task_id], *map(str, cells), format_age(task.since))
     return _with_rest(shown, len(waiting))
+
+
+def _judge_groups(groups: Sequence[JudgeGroup]) -> PlainTable:
+    shown = plain_table("similar rollouts for the judge", "have", "lack", "judged smaller in")
+    for group in groups[:MAX_GROUPS_SHOWN]:
+        asked = f"{one_line(group.title)[:MAX_TITLE_SHOWN]} · {group.rollouts[0][:8]}"
+        left = group.smaller_in_s
+        soon = "one is compared with none" if left is None else format_elapsed(left)
+        shown.add_row(asked, str(len(group.rollouts)), str(group.lacks), soon)
+    return _with_rest(shown, len(groups))
 
 
 def _failures(failures: Sequence[ScoringFailure]) -> PlainTable:

@@ -134,6 +134,7 @@ def placement_as_json(placement: Placement) -> Json:
         "gpu_memory_utilization": placement.gpu_memory_utilization,
         "kv_tokens": placement.kv_tokens,
         "gpus": [_gpu_as_json(plan) for plan in placement.gpus],
+        "transport": placement.transport,
         "pushed": placement.pushed,
         "host": {"parts": dict(placement.host), "free": placement.host_free},
         "reasons": placement.reasons,

@@ -29,7 +29,7 @@ _NOT_RESAMPLED = {
     "not_chat": "without messages",
     "tools": "with tools, which need their world",
     "media": "with media, whose tokens are not known",
-    "held_out": "held out (promotion.tags)",
+    "held_out": "held out",
 }
 MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.
@@ -208,6 +208,8 @@ def _overview(status: RunStatus) -> PlainTable:
         shown.add_row("drivers", _drivers(status.intake))
     if status.resampled is not None:
         shown.add_row("live prompts", _resampled(status.resampled))
+    if status.evaluator is not None:
+        shown.add_row("tasks of the gate", _evaluator(status.evaluator))
     if status.damaged_records:
         lines = format_count(status.damaged_records, "line")
         shown.add_row("damaged", f"{lines} of run/journal.jsonl: passed over")
@@ -223,7 +225,7 @@ def format_lags(lags: Mapping[str, float], dropped: Mapping[str, float]) -> str:
 
 
 def describe_unusable(reasons: Mapping[str, int]) -> str:
-    """`3 with tools, which need their world; 1 held out (promotion.tags)`"""
+    """`3 with tools, which need their world; 1 held out`"""
     some = [(count, _NOT_RESAMPLED[why]) for why, count in reasons.items() if why in _NOT_RESAMPLED]
     return "; ".join(f"{count} {meaning}" for count, meaning in sorted(some, reverse=True))
 
@@ -237,6 +239,14 @@ def _resampled(found: Json) -> str:
     if found["unusable"]:
         said += f"; not again: {describe_unusable(found['unusable'])}"
     return said
+
+
+def _evaluator(found: Json) -> str:
+    """`run against version 7; 4 runs of the tasks`"""
+    version = found["version"]
+    said = "nothing to evaluate" if version is None else f"run against version {version}"
+    said += f"; {format_count(found['passes'], 'run')} of the tasks"
+    return f"{said}; {found['failed']} failed: {found['error']}" if found["failed"] else said
 
 
 def _drivers(intake: Json) -> str:

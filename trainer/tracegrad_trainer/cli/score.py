@@ -17,8 +17,7 @@ from tracegrad_trainer.launch.session import (
     open_store,
     raising_on_stop_signals,
 )
-from tracegrad_trainer.rewards.one_off import score_now
-from tracegrad_trainer.rewards.scoring import ScoringScope, ScoringTotals
+from tracegrad_trainer.rewards.scoring import ScoringScope, ScoringTotals, score_now
 from tracegrad_trainer.utils.console import print_error, print_json
 
 FAILED, BAD_USAGE, NOTHING = 1, 2, 3
@@ -72,6 +71,7 @@ def scoring_scope(settings: TrainerSettings) -> ScoringScope:
         group_size=settings.batches.group_size,
         incomplete_after_s=settings.data.incomplete_after_s,
         seed=settings.seed,
+        held_out=settings.promotion.held_out,
     )
 
 

@@ -67,6 +67,8 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
+from tracegrad_trainer.promotion.evaluator import check_tasks
+from tracegrad_trainer.promotion.evaluator import is_at_work as evaluates
 from tracegrad_trainer.resampling.worker import is_at_work as resamples
 from tracegrad_trainer.rewards.judge import judge_key
 from tracegrad_trainer.rewards.worker import is_at_work as scores
@@ -89,7 +91,9 @@ SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
 PUSHED_STAGES = ("waiting", "held", "training", "saving")
 # Whether a worker that answers no calls has said lately that it is at work.
-AT_WORK = {"scorers": scores, "resampling": resamples}
+AT_WORK = {"scorers": scores, "resampling": resamples, "evaluator": evaluates}
+RESAMPLING = "tracegrad_trainer.resampling.worker"
+EVALUATOR = "tracegrad_trainer.promotion.evaluator"
 
 
 class NothingToDo(Exception):
@@ -243,7 +247,9 @@ class ServeStack:
         ranks = RankProcesses(settings, resolved)
         workers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
         if settings.resample.prompts != "none":
-            workers.append(resampling_process(settings, resolved))
+            workers.append(caller_process("resampling", RESAMPLING, settings, resolved))
+        if settings.promotion.tasks is not None:
+            workers.append(caller_process("evaluator", EVALUATOR, settings, resolved))
         self.children = [*vllm, *proxy, *workers, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
@@ -426,9 +432,12 @@ def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
     return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=env, nice=5)
 
 
-def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
-    """The worker that samples live prompts again, through our proxy."""
-    command = [sys.executable, "-m", "tracegrad_trainer.resampling.worker", str(resolved)]
+def caller_process(
+    name: str, module: str, settings: TrainerSettings, resolved: Path
+) -> ChildProcess:
+    """A worker whose rollouts go through our proxy: it samples live prompts again, or runs tasks
+    for the gate."""
+    command = [sys.executable, "-m", module, str(resolved)]
     env = {
         STORE_VARIABLE: settings.proxy.store.get_secret_value(),
         LOG_FORMAT_VARIABLE: settings.log_format,
@@ -437,9 +446,7 @@ def resampling_process(settings: TrainerSettings, resolved: Path) -> ChildProces
     if settings.proxy_url is None:  # of another's proxy the key is in our environment, if anywhere
         key = settings.proxy.admin_key
         env["TRACEGRAD_API_KEY"] = "" if key is None else key.get_secret_value()
-    return ChildProcess(
-        "resampling", command, log=settings.logs / "resampling.log", env=env, nice=5
-    )
+    return ChildProcess(name, command, log=settings.logs / f"{name}.log", env=env, nice=5)
 
 
 def plan_placement(settings: TrainerSettings) -> Placement:
@@ -472,6 +479,10 @@ def check_startup(settings: TrainerSettings, store: Store, free: int | None = No
             judge_key(settings.rewards.judge)
         except ValueError as error:
             raise StartError(str(error)) from None
+    try:
+        check_tasks(settings.promotion)
+    except ValueError as error:
+        raise StartError(str(error)) from None
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
         raise StartError(
             "fsdp.routing = 'r3': vLLM reports the experts that it chose on GPUs only, and this one"

@@ -63,6 +63,7 @@ class RunStatus:
     dropped: dict[str, float]  # stale, over_sampled -> share of the turns of the whole run
     intake: Json | None  # paced, rollouts, reason, silent_for_s, places, waited_s; None: none asks
     resampled: Json | None  # live prompts, by this worker: prompts, rollouts, failed, unusable
+    evaluator: Json | None  # tasks of the gate, by this worker: version, passes, failed, error
     push: Json | None  # the last push that served: version, seconds, paused_s, gap
 
     def as_json(self) -> Json:
@@ -138,6 +139,7 @@ def collect_status(
         dropped=dropped_shares(counts),
         intake=_intake(store, [step.metrics for step in recent]),
         resampled=_resampled(state_dir) if running else None,
+        evaluator=_evaluator(state_dir) if running else None,
         push=None if version is None else _push(store.version_events(version)),
     )
 
@@ -147,6 +149,13 @@ def _resampled(state_dir: Path) -> Json | None:
     if state is None or not state["alive"]:
         return None
     return {name: state[name] for name in ("prompts", "rollouts", "failed", "unusable")}
+
+
+def _evaluator(state_dir: Path) -> Json | None:
+    state = read_state(state_dir, "evaluator")
+    if state is None or not state["alive"]:
+        return None
+    return {name: state[name] for name in ("version", "passes", "failed", "error")}
 
 
 def _pause(decision: Decision) -> Json:

@@ -33,7 +33,7 @@ from tracegrad_trainer.launch.session import (
     write_resolved_settings,
 )
 from tracegrad_trainer.launch.torchrun import RankProcesses
-from tracegrad_trainer.rewards.one_off import score_now
+from tracegrad_trainer.rewards.scoring import score_now
 from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.utils.console import print_error, print_json
 from tracegrad_trainer.utils.subprocesses import ChildError

@@ -6,8 +6,6 @@ machine that reaches the store. What the store shows to be impossible is refused
 
 from __future__ import annotations
 
-import getpass
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,15 +23,6 @@ POLL_S = 0.05
 
 class DecisionRefused(RuntimeError):
     """Rank 0 refused it; its own line."""
-
-
-def who_decides() -> str:
-    """user@host"""
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a user id without a name, in a container
-        user = "unknown"
-    return f"{user}@{socket.gethostname()}"
 
 
 def check_possible(history: VersionHistory, decision: Decision) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -20,49 +21,71 @@ class PromotionSettings(BaseModel):
         description="versions whose weights stay on disk to be returned to, with their checkpoints;"
         " pinned ones, the promoted one and the one that is served stay besides; 0: only those",
     )
-    gate: Literal["none", "held_out"] = Field(
+    gate: Literal["none", "held_out", "canary"] = Field(
         "none",
         description="held_out: a version is a candidate until its held-out rollouts are compared"
-        " with those of the promoted version; training waits meanwhile; none: each pushed version"
-        " is served",
+        " with those of the promoted version; canary: until the rollouts of its share of traffic"
+        " are, which one of several engines serves; training waits meanwhile; none: each pushed"
+        " version is served",
+    )
+    canary_share: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="with gate canary: share of rollouts that the candidate is given, each of them"
+        " from its first call to its last",
     )
     tags: dict[str, str] = Field(
         {"split": "held_out"},
-        description="with gate held_out: rollouts that carry all of these tags are held out; they"
-        " are compared, and never trained",
+        description="with gate held_out: rollouts that carry all of these tags are held out, as"
+        " those are that were opened so (held_out=True); they are compared, and never trained",
+    )
+    tasks: Path | None = Field(
+        None,
+        description="with gate held_out: a file of tasks, or a folder of Harbor's, that"
+        " `tracegrad run --eval` runs against each version as long as the gate wants held-out"
+        " rollouts of it; left out: others make them",
+    )
+    command: tuple[str, ...] = Field(
+        (),
+        description="with tasks: the agent's command, as a list of words with {prompt} or {task_id}"
+        " in them, of tasks that name none",
+    )
+    agent: str | None = Field(
+        None, description="with tasks: the agent whose recipe is run (`tracegrad agents`)"
     )
     alpha: float = Field(
         0.05,
         gt=0,
         lt=1,
-        description="with gate held_out: the most that each verdict, improved or regressed, is"
+        description="with a gate: the most that each verdict, improved or regressed, is"
         " wrong with, however often it is looked at",
     )
     max_rollouts: int = Field(
         200,
         ge=2,
-        description="with gate held_out: rollouts of a version after which a verdict is"
+        description="with a gate: rollouts of a version after which a verdict is"
         " inconclusive for good, and that are gathered of a promoted one to compare with",
     )
     inconclusive: Literal["keep", "promote"] = Field(
         "keep",
-        description="with gate held_out: of a version without a verdict after max_rollouts: keep"
+        description="with a gate: of a version without a verdict after max_rollouts: keep"
         " the promoted one, and train on, or promote it",
     )
     regressed: Literal["continue", "pause"] = Field(
         "continue",
-        description="with gate held_out: after the rollback of a version that regressed, training"
+        description="with a gate: after the rollback of a version that regressed, training"
         " goes on from the promoted one, or is paused",
     )
     reward_low: float = Field(
         0,
         ge=-MAX_REWARD,
-        description="with gate held_out: least reward; one below it counts as it",
+        description="with a gate: least reward; one below it counts as it",
     )
     reward_high: float = Field(
         1,
         le=MAX_REWARD,
-        description="with gate held_out: largest reward; one above it counts as it",
+        description="with a gate: largest reward; one above it counts as it",
     )
 
     @model_validator(mode="after")
@@ -78,6 +101,29 @@ class PromotionSettings(BaseModel):
     def _gate_has_tags(self) -> Self:
         if self.gate == "held_out" and not self.tags:
             raise ValueError("tags are empty: every rollout would be held out, and none trained")
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_are_run(self) -> Self:
+        if self.tasks is not None and self.gate != "held_out":
+            raise ValueError(
+                "tasks: nobody waits for their rollouts: set promotion.gate = 'held_out', or leave"
+                " them out"
+            )
+        for name in ("command", "agent"):
+            if getattr(self, name) and self.tasks is None:
+                raise ValueError(
+                    f"{name}: there are no tasks: set promotion.tasks, or leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _share_is_used(self) -> Self:
+        unused = PromotionSettings.model_fields["canary_share"].default
+        if self.gate != "canary" and self.canary_share != unused:
+            raise ValueError(
+                "canary_share: there is no canary: set promotion.gate = 'canary', or leave it out"
+            )
         return self
 
     @property

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tracegrad_trainer.config.push_transport import Transport
 from tracegrad_trainer.config.vllm import engine_base_urls
 
 
@@ -24,10 +25,12 @@ class PushSettings(BaseModel):
         " vLLM must see it too, where push.transport is files; default: /dev/shm if they have"
         " room there, else TMPDIR or /tmp",
     )
-    transport: Literal["files", "gloo", "nccl"] = Field(
-        "files",
-        description="how weights reach vLLM: as files that it sees (push.folder), or broadcast to"
-        " it by torch.distributed, over TCP (gloo) or from GPU to GPU (nccl)",
+    transport: Literal["auto"] | Transport = Field(
+        "auto",
+        description="how weights reach vLLM: as files that it sees (push.folder); broadcast by"
+        " torch.distributed, over TCP (gloo) or from GPU to GPU (nccl); in GPU memory that rank 0"
+        " shares with vLLM on this machine (ipc); or from each rank's shards to vLLM's by NCCL"
+        " (nccl_m2n); auto: by where both are, and never nccl_m2n",
     )
     kv_cache: Literal["recompute", "keep"] = Field(
         "recompute",
@@ -43,6 +46,12 @@ class PushSettings(BaseModel):
         (),
         description="base URLs of further vLLM servers of this model, started by other hands with"
         " the arguments of ours: calls are spread over all, and a push goes to all or none",
+    )
+    rollout: Literal["all", "rolling"] = Field(
+        "all",
+        description="of several engines: all: calls wait until all have the new weights; rolling:"
+        " one engine after the other is given them, while the others take the calls, and each call"
+        " has the version of its engine",
     )
     timeout_s: float = Field(
         300, gt=0, description="vLLM, or the proxy, has failed that takes longer for one request"

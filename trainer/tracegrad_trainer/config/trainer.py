@@ -44,6 +44,7 @@ from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.config.push import PushSettings
+from tracegrad_trainer.config.push_transport import check_transport
 from tracegrad_trainer.config.resample import ResampleSettings, check_resampling
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
@@ -402,6 +403,28 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _versions_are_served_side_by_side(self) -> Self:
+        rolls, tries = self.push.rollout == "rolling", self.promotion.gate == "canary"
+        if rolls and len(self.engine_urls) < 2:
+            raise ValueError(
+                "push.rollout = 'rolling': there is one engine, and nobody takes its calls"
+                " meanwhile; name further ones (push.engines, or vllm.urls), or leave it out"
+            )
+        if tries and len(self.engine_urls) < 2:
+            raise ValueError(
+                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
+                " there is one engine; name a further one (push.engines, or vllm.urls), or set"
+                " promotion.gate = 'held_out'"
+            )
+        if (rolls or tries) and self.push.kv_cache == "keep":
+            name = "push.rollout = 'rolling'" if rolls else "promotion.gate = 'canary'"
+            raise ValueError(
+                f"push.kv_cache = 'keep': with {name} engines have different versions, and a call"
+                " does not know which one's cache it will read; set push.kv_cache = 'recompute'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _engine_takes_transport(self) -> Self:
         transport = self.push.transport
         if self.push.kv_cache == "keep" and self.gpus.share:
@@ -409,15 +432,27 @@ class TrainerSettings(FileSettings):
                 "push.kv_cache = 'keep': with gpus.share vLLM sleeps, and its cache with it; set"
                 " push.kv_cache = 'recompute'"
             )
-        if transport != "files" and self.gpus.share:
+        if transport not in ("auto", "files", "ipc") and self.gpus.share:
             raise ValueError(
                 f"push.transport = {transport!r}: with gpus.share vLLM sleeps, and is woken with"
-                " files; set push.transport = 'files'"
+                " files; set push.transport = 'files', or 'ipc'"
             )
-        if transport == "nccl" and self.vllm.on_cpu:
+        if self.vllm.device == "cpu":  # auto: `check_transport`, where the machine is known
+            check_transport(transport, engine_on_gpu=False)
+        if transport == "ipc" and (self.vllm.urls or self.push.engines):
             raise ValueError(
-                "push.transport = 'nccl' goes from GPU to GPU, and vLLM serves on a CPU; set"
-                " push.transport = 'gloo', or 'files'"
+                "push.transport = 'ipc': GPUs of servers that others started (vllm.urls,"
+                " push.engines) are not known here; set push.transport = 'nccl', or 'files'"
+            )
+        if transport == "nccl_m2n" and self.fsdp.lora is not None:
+            raise ValueError(
+                "push.transport = 'nccl_m2n' sends shards as they are, and [fsdp.lora] is served as"
+                " an adapter or merged; set push.transport = 'auto'"
+            )
+        if transport == "nccl_m2n" and len(self.engine_urls) > 1:
+            raise ValueError(
+                "push.transport = 'nccl_m2n': all ranks send to one server together, and"
+                f" {len(self.engine_urls)} are named; set push.transport = 'nccl'"
             )
         return self
 
@@ -478,7 +513,7 @@ class TrainerSettings(FileSettings):
     @property
     def tokens_of_a_rank(self) -> int:
         """Of a micro-batch, at most: ranks may share one."""
-        return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_parallel)
+        return -(-self.batches.tokens_per_micro_batch // self.fsdp.context_ranks)
 
     @property
     def rollouts_of_batch(self) -> int:
@@ -520,13 +555,15 @@ def merged_reason(settings: TrainerSettings) -> str | None:
     """Why a push carries the model's whole weights; None: it carries an adapter."""
     if settings.push.lora == "merged":
         return "push.lora = 'merged'"
-    if settings.fsdp.lora is not None and settings.push.transport != "files":
-        return f"push.transport = {settings.push.transport!r} carries whole weights"
-    return why_not_served(
+    reason = why_not_served(
         settings.model,
         settings.fsdp.lora,
         sleep_level=settings.gpus.sleep_level if settings.gpus.share else None,
     )
+    transport = settings.push.transport
+    if reason is None and settings.fsdp.lora is not None and transport not in ("auto", "files"):
+        return f"push.transport = {transport!r} carries whole weights"
+    return reason
 
 
 def with_sleep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 # torch's ways to compute AdamW, which round differently: one kernel for a whole update, or one for
 # each product of many tensors. Steps record which one they took.
@@ -97,11 +97,11 @@ class FsdpSettings(BaseModel):
         description="products of a mixture's experts: grouped_mm, all of them at once, or eager,"
         " one expert after the other; auto: grouped_mm where the model and the device have it",
     )
-    context_parallel: int = Field(
-        1,
-        ge=1,
+    context_parallel: PositiveInt | Literal["auto"] = Field(
+        "auto",
         description="ranks that share the tokens of a micro-batch: for rows too long for one GPU,"
-        " and where one long row keeps all others waiting",
+        " and where one long row keeps all others waiting; auto: on GPUs, as many of a machine as"
+        " the model's heads allow, in the steps that are quicker by it",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
     timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
@@ -109,7 +109,12 @@ class FsdpSettings(BaseModel):
     @property
     def rank_multiple(self) -> int:
         """The number of ranks is a multiple of it."""
-        return math.lcm(self.context_parallel, self.replicas)
+        return math.lcm(self.context_ranks, self.replicas)
+
+    @property
+    def context_ranks(self) -> int:
+        """How many ranks share each micro-batch, whatever its rows."""
+        return 1 if self.context_parallel == "auto" else self.context_parallel
 
     @model_validator(mode="after")
     def _compile_suits(self) -> Self:
@@ -134,7 +139,7 @@ class FsdpSettings(BaseModel):
 
     @model_validator(mode="after")
     def _context_parallel_suits(self) -> Self:
-        if self.context_parallel == 1:
+        if self.context_ranks == 1:
             return self
         said = f"fsdp.context_parallel = {self.context_parallel}"
         if self.routing != "own":
@@ -211,6 +216,17 @@ class OptimSettings(BaseModel):
     def moment_bytes(self) -> int:
         """Of both moments of a parameter."""
         return 4 if self.moments == "bfloat16" else 8
+
+    @field_validator("moments", mode="before")
+    @classmethod
+    def _no_8_bits(cls, value: object) -> object:
+        if isinstance(value, str) and "8" in value:
+            raise ValueError(
+                f"there are no moments in {value}: their scales are of blocks of a rank's own"
+                " shard, so that another number of ranks could not load a checkpoint; set"
+                " 'bfloat16'"
+            )
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

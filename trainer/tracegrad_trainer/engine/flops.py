@@ -6,13 +6,19 @@ from typing import Any
 
 from torch import nn
 
-from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.batches import MicroBatch, PackingRule
+from tracegrad_trainer.engine.context_parallel import repeats_of
 from tracegrad_trainer.engine.model.hf_config import (
     experts_per_token,
     layer_configs,
     layer_windows,
     query_heads,
 )
+
+# What a GPU computes while it exchanges a byte with another one of its machine: 40 % of an H100's
+# peak of 989e12 operations a second, and 70 % of its NVLink's 450e9 bytes. Assumed, not measured.
+_OPERATIONS_A_BYTE = 0.4 * 989e12 / (0.7 * 450e9)
+_EXCHANGED_BYTES = 2  # of a number in bfloat16
 
 
 def flops(model: nn.Module, batch: MicroBatch) -> float:
@@ -49,6 +55,24 @@ def attention_parity(model: nn.Module) -> float:
     window, more than any row has."""
     attended = attention_operations(model)
     return 2 * operations_per_token(model) / (3 * attended) if attended else 1e12
+
+
+def packing_rule(model: nn.Module, group: int = 1) -> PackingRule:
+    """By what rows cost in this model; `group`: so many ranks may share them."""
+    return PackingRule(attention_parity(model), group=group, exchange=exchange_share(model, group))
+
+
+def exchange_share(model: nn.Module, ranks: int) -> float:
+    """What ranks of a group exchange of a token around attention (`ContextParallelAttention`), in
+    time, as a share of all else that a token costs less attention."""
+    exchanged = 0.0
+    for layer in layer_configs(model.config):
+        heads, width = query_heads(layer)
+        kv_heads = getattr(layer, "num_key_value_heads", None) or heads
+        # Queries and what was attended to; keys and values; forward, and backward their gradients.
+        exchanged += 2 * 2 * width * (heads + kv_heads * repeats_of(kv_heads, ranks))
+    sent = _EXCHANGED_BYTES * exchanged * (ranks - 1) / ranks
+    return _OPERATIONS_A_BYTE * sent / operations_per_token(model)
 
 
 def _weights(model: Any) -> tuple[float, float]:

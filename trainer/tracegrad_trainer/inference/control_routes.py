@@ -6,6 +6,7 @@ No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,6 +74,9 @@ class Peer:
 class VllmControl:
     """vLLM 0.32's development routes. Each raises PushError, EngineLostError."""
 
+    # Whether the engine can be loaded by others from the files of what it serves.
+    sees_files = True
+
     def __init__(self, url: str, timeout_s: float) -> None:
         self._peer = Peer("vLLM", url, timeout_s)
 
@@ -103,6 +107,11 @@ class VllmControl:
 
     def load(self, served: ServedWeights) -> None:
         """Of an engine that is paused. If it fails, the engine has no usable weights."""
+        self._start()
+        self._send(served)
+        self.load_staged(served)
+
+    def _start(self) -> None:
         try:
             self._peer.post("/start_weight_update")
         except EngineLostError:
@@ -113,7 +122,24 @@ class VllmControl:
             with contextlib.suppress(PushError):
                 self._update({"paths": []})
             self._peer.post("/start_weight_update")
-        self._send(served)
+
+    def stage(self, served: ServedWeights, parts: Sequence[Sequence[str]]) -> None:
+        """Has an engine that runs make the weights ready, beside those that it serves, some names
+        at a time, with forward passes between them. If it fails, those are still served. What the
+        engine cannot make ready it leaves to `load_staged`."""
+        self._start()
+        for number, names in enumerate(parts, start=1):
+            info = {"names": names, "part": number, "parts": len(parts)}
+            self._update({"paths": list(served.paths), **info})
+
+    def forget_staged(self) -> None:
+        """What was made ready and is not wanted: its memory is free again."""
+        # An update of nothing fails, which ends it; where none is open it is refused.
+        with contextlib.suppress(PushError):
+            self._update({"paths": []})
+
+    def load_staged(self, served: ServedWeights) -> None:
+        """As `load`, of what was staged."""
         version = {"weight_version": str(served.version)}
         self._peer.post("/finish_weight_update", json=version)
 
@@ -164,27 +190,54 @@ class ProxyControl:
         after `hold_ttl_s`."""
         self._peer = Peer("the proxy", url, timeout_s, key) if url else None
         self._hold_ttl_s = hold_ttl_s
+        self._upstream: dict[str, str] = {}  # of one server alone
+
+    @contextlib.contextmanager
+    def only(self, upstream: str) -> Iterator[None]:
+        """What is asked meanwhile is of that server alone."""
+        self._upstream = {"upstream": upstream}
+        try:
+            yield
+        finally:
+            self._upstream = {}
 
     def hold(self, *, drain_s: float) -> None:
         """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
-        self._post("/api/push/hold", json={"ttl_s": self._hold_ttl_s, "drain_s": drain_s})
+        body = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
+        self._post("/api/push/hold", json=body)
 
     def set_version(self, version: int) -> None:
-        self._post("/api/push/version", json={"version": version})
+        self._post("/api/push/version", json={"version": version, **self._upstream})
 
-    def has_another(self, version: int) -> bool:
+    def set_canary(self, upstream: str, share: float) -> None:
+        """That share of rollouts goes to the server, and no other."""
+        self._post("/api/push/canary", json={"upstream": upstream, "share": share})
+
+    def end_canary(self) -> None:
+        # Without effect? All servers have the same weights, and one that was started has none.
+        with contextlib.suppress(PushError):
+            self._post("/api/push/canary", json={"share": 0})
+
+    def has_another(self, version: int, *, of_upstreams: Mapping[str, int] | None = None) -> bool:
         """Whether calls wait, or are recorded as of another version: of a proxy that was started
-        since the last push. False where it does not answer."""
+        since the last push. `of_upstreams`: which servers have another one, and which. False where
+        it does not answer."""
         state: dict[str, Any] = {}
+        path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
         if self._peer:
             with contextlib.suppress(PushError):
-                state = self._peer.get("/api/push", timeout=LOOK_TIMEOUT_S)
-        return bool(state) and (state.get("held") is True or state.get("version") != version)
+                state = self._peer.get(path, timeout=LOOK_TIMEOUT_S)
+        if not state:
+            return False
+        said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}
+        apart = {url: other for url, other in said.items() if other != state.get("version")}
+        is_ours = state.get("version") == version and apart == dict(of_upstreams or {})
+        return state.get("held") is True or not is_ours
 
     def release(self) -> None:
         # Without effect? A hold opens by itself after its ttl.
         with contextlib.suppress(PushError):
-            self._post("/api/push/release")
+            self._post("/api/push/release", **({"json": self._upstream} if self._upstream else {}))
 
     def close(self) -> None:
         if self._peer:

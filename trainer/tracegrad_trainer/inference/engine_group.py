@@ -1,13 +1,13 @@
 """Several vLLM engines that serve one policy: each request of a push goes to all of them.
 
-The proxy has one gate and one policy version, whichever of its upstreams answers a call. So a push
-is served by all engines or by none: what one of them refuses is taken back from the others.
+A push is served by all engines or by none: what one of them refuses is taken back from the others.
+They change together, or one after the other (`only`); then the proxy has a version of each.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from tracegrad_trainer.inference.control_routes import (
@@ -32,8 +32,18 @@ class EngineGroup:
         if not urls:
             raise ValueError("urls: a push needs an engine")
         self._engines = {url: control(url, timeout_s) for url in urls}
+        self.urls = tuple(urls)  # of those that are asked
         self.lost: set[str] = set()  # those that did not answer, and are asked no more
         self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
+
+    @contextlib.contextmanager
+    def only(self, *urls: str) -> Iterator[None]:
+        """The others are asked nothing meanwhile."""
+        before, self.urls = self.urls, urls
+        try:
+            yield
+        finally:
+            self.urls = before
 
     def ask_all(self) -> None:
         """Those that were lost too: they may have been started again."""
@@ -42,7 +52,7 @@ class EngineGroup:
     def serves(self, version: int) -> bool | None:
         """Whether all have these weights, in their own word: one that was started since has those
         of its start. None where one does not answer."""
-        said = [engine.weight_version_soon() for engine in self._engines.values()]
+        said = [self._engines[url].weight_version_soon() for url in self.urls]
         return None if None in said else all(one == str(version) for one in said)
 
     def connect(self) -> None:
@@ -55,7 +65,7 @@ class EngineGroup:
         except PushError:
             # An engine that was not paused takes this too.
             with contextlib.suppress(PushError):
-                if len(self._engines) > 1:
+                if len(self.urls) > 1:
                     self._each(lambda engine: engine.resume())
             raise
 
@@ -68,6 +78,17 @@ class EngineGroup:
     def wake(self, tag: MemoryTag) -> None:
         self._each(lambda engine: engine.wake(tag))
 
+    def stage(self, served: ServedWeights, parts: Sequence[Sequence[str]]) -> None:
+        """Of engines that run. If it fails, all serve what they did."""
+        self._each(lambda engine: engine.stage(served, parts))
+
+    def forget_staged(self) -> None:
+        self._each(lambda engine: engine.forget_staged())
+
+    def load_staged(self, served: ServedWeights) -> None:
+        """As `load`, of what all have staged."""
+        self._each(lambda engine: engine.load_staged(served))
+
     def load(self, served: ServedWeights) -> None:
         """If it fails, none of them has weights that may be served."""
         self._each(lambda engine: engine.load(served))
@@ -79,8 +100,8 @@ class EngineGroup:
 
     @property
     def some_left(self) -> bool:
-        """Whether some engine answers."""
-        return len(self.lost) < len(self._engines)
+        """Whether some engine of those that are asked answers."""
+        return not self.lost.issuperset(self.urls)
 
     def close(self) -> None:
         self._threads.shutdown()
@@ -90,8 +111,8 @@ class EngineGroup:
     def _each(self, ask: Callable[[VllmControl], None]) -> None:
         """Waits for all; then raises the worst of what went wrong."""
         asked = {
-            url: self._threads.submit(ask, engine)
-            for url, engine in self._engines.items()
+            url: self._threads.submit(ask, self._engines[url])
+            for url in self.urls
             if url not in self.lost
         }
         # Whoever puts weights back asks the same engines: none may still be at work.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad_trainer.batches import MicroBatch, Row, micro_batch, rows_of
+from tracegrad_trainer.config.push_transport import Transport, choose_transport
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, as_hf_tensors, full_tensors
 from tracegrad_trainer.engine.checkpoint.untrained_parts import (
@@ -35,15 +36,22 @@ from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.engine_watch import EngineWatch
+from tracegrad_trainer.inference.live_weights import GatherOrder, LiveWeights
 from tracegrad_trainer.inference.logprob_probe import (
     ProbeMismatchError,
     ProbeSample,
     compare_logprobs,
     sample_probes,
 )
-from tracegrad_trainer.inference.weight_broadcast import transport_of
+from tracegrad_trainer.inference.m2n_push import LiveShards, M2nOrder, M2nSender
+from tracegrad_trainer.inference.transports import ControlOf, of_ranks, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
+from tracegrad_trainer.inference.weight_push import (
+    CanaryEngine,
+    PushReport,
+    SupersededError,
+    WeightPusher,
+)
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -92,6 +100,13 @@ class WeightPublisher:
         self._version_bytes = 0
         key = settings.proxy.control_key or settings.proxy.admin_key
         link = settings.vllm.adapter
+        self._transport = _transport_name(settings, learner)
+        self._sender = self._m2n_sender() if self._transport == "nccl_m2n" else None
+        self._live: LiveWeights | LiveShards = (
+            LiveWeights(_order, self._gathered, self._named)
+            if self._sender is None
+            else LiveShards(self._sender, _order)
+        )
         if is_rank_zero():
             self._version_bytes = self._pushed_bytes()
             self.pusher = stack.enter_context(
@@ -110,11 +125,31 @@ class WeightPublisher:
                     if settings.gpus.share
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,
-                    transport=transport_of(settings.push.transport, learner.device),
+                    transport=self._control_of(),
                     keep_cache=settings.push.kv_cache == "keep",
+                    rolling=settings.push.rollout == "rolling",
+                    canary=CanaryEngine(settings.engine_urls[-1], settings.promotion.canary_share)
+                    if settings.promotion.gate == "canary"
+                    else None,
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))
+
+    def _control_of(self) -> ControlOf:
+        name, device = self._transport, self.learner.device
+        return transport_of(name, device, of_ranks(name, self.settings, device, self._live))
+
+    def _m2n_sender(self) -> M2nSender:
+        from tracegrad_trainer.inference.m2n_source import LearnerSource
+
+        settings, learner = self.settings, self.learner
+        source = LearnerSource(
+            learner.model,
+            getattr(torch, settings.vllm.weights_dtype),
+            learner.device,
+            lambda: read_tensors(settings.model, self._beside),
+        )
+        return M2nSender(source, learner.device, settings.push.timeout_s)
 
     @contextmanager
     def engine_stopped(self) -> Iterator[None]:
@@ -164,8 +199,11 @@ class WeightPublisher:
                 " (gpus.share), or was vLLM started without --enable-sleep-mode?"
             )
 
-    def publish(self, version: int, rows: Sequence[Row]) -> PublishResult | None:
+    def publish(
+        self, version: int, rows: Sequence[Row], *, as_candidate: bool = False
+    ) -> PublishResult | None:
         """Pushes the learner's weights as `version`; on rank 0 what came of it, else None.
+        `as_candidate`: to a share of traffic alone.
 
         `rows` (rank 0) are recent: their beginnings are the probes' prompts, which the engine
         may have cached, so that a cache kept over the push would show.
@@ -174,7 +212,7 @@ class WeightPublisher:
         if self.pusher is None:
             deque(gathered, maxlen=0)
             self._free_memory()
-            self._join_probe()
+            self._follow()
             return None
         if self.pusher.free_bytes() < self._version_bytes:
             self.await_room()
@@ -185,10 +223,11 @@ class WeightPublisher:
         # As calls of that version: without one a cache that must not be there would show.
         salt = str(version) if self.settings.push.kv_cache == "keep" else None
         probing = _Probing(self, probe_prompts(rows, longest), salt)
+        self._live.version = version
         try:
             if isinstance(new, PushError):
                 raise new
-            report = self.pusher.serve(new, verify=probing)
+            report = self.pusher.serve(new, verify=probing, as_candidate=as_candidate)
             return PublishResult(version, report, probing.gap, self.allowed)
         except PushError as error:
             return PublishResult(
@@ -201,8 +240,8 @@ class WeightPublisher:
                 superseded=isinstance(error, SupersededError),
             )
         finally:
-            if not probing.shared:
-                _share(None)
+            self._live.version = None
+            _share(None)
 
     def _pushed_bytes(self) -> int:
         """Of one version's files, about."""
@@ -242,21 +281,28 @@ class WeightPublisher:
         try:
             # An adapter has the names of the layers in memory, in vLLM and in peft.
             adapter = self.settings.vllm.adapter is not None
-            named = here if adapter else self._whole(as_hf_tensors(self.learner.model, here))
+            named = here if adapter else self._named(here)
             return self._rank_zeros.write(version, named)
         except PushError as error:
             return error
         finally:
             deque(gathered, maxlen=0)  # a gather that rank 0 leaves half-way hangs the others
 
-    def _whole(self, trained: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        yield from trained
+    def _named(self, gathered: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Under the names of folders, with what is not trained."""
+        yield from as_hf_tensors(self.learner.model, gathered)
         yield from read_tensors(self.settings.model, self._beside)
 
-    def _join_probe(self) -> None:
-        samples = _share(None)
-        if samples is not None:
-            self.trained_logprobs(samples)
+    def _follow(self) -> None:
+        """Not rank 0: does its part of the push, as ordered, and of each proof."""
+        while (asked := _share(None)) is not None:
+            if isinstance(asked, GatherOrder):
+                deque(self._gathered(), maxlen=0)
+            elif isinstance(asked, M2nOrder):
+                assert self._sender is not None
+                self._sender.take_part(asked)
+            else:
+                self.trained_logprobs(asked)
 
     def trained_logprobs(self, samples: Sequence[ProbeSample]) -> list[float]:
         """The trainer's own log-probabilities of the sampled tokens; a collective."""
@@ -274,10 +320,11 @@ class _Probing:
         self.publisher = publisher
         self.cache_salt = cache_salt
         self.prompts = prompts
-        self.shared = False  # whether the other ranks have the samples
         self.gap: LogprobGap | None = None
+        self._gaps: list[float] = []
 
-    def __call__(self) -> None:
+    def __call__(self, *urls: str) -> None:
+        """Of these engines, or of all."""
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
         by_engine = {
@@ -290,19 +337,17 @@ class _Probing:
                 timeout=settings.push.timeout_s,
                 cache_salt=self.cache_salt,
             )
-            for url in settings.engine_urls
+            for url in urls or settings.engine_urls
         }
-        self.shared = True
         samples = [sample for some in by_engine.values() for sample in some]
         _share(samples)
         trained = iter(self.publisher.trained_logprobs(samples))
-        gaps: list[float] = []
         for url, some in by_engine.items():
             served = [value for sample in some for value in sample.logprobs]
             expected = list(islice(trained, len(served)))
-            gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
+            self._gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
             self._compare(url, served, expected)
-        self.gap = LogprobGap.of(gaps)
+        self.gap = LogprobGap.of(self._gaps)
 
     def _compare(self, url: str, served: list[float], trained: list[float]) -> None:
         """Of one engine: among the right ones' log-probabilities a wrong one's would not show."""
@@ -315,16 +360,36 @@ class _Probing:
             raise ProbeMismatchError(f"engine {url}: {error}", error.gap) from error
 
 
+def _transport_name(settings: TrainerSettings, learner: Learner) -> Transport:
+    """Where nobody has planned, as for ranks of several machines, it may be open until here."""
+    name = choose_transport(
+        settings,
+        engine_on_gpu=not settings.vllm.on_cpu,
+        train_on_gpu=learner.device.type == "cuda",
+    )
+    if name == "ipc" and settings.push.transport == "auto":  # `trainer serve` would have planned it
+        name = "files"
+    return name
+
+
 def _free_bytes(device: torch.device) -> int | None:
     """Of the GPU, whoever uses the rest; None on a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
-def _share(samples: list[ProbeSample] | None) -> list[ProbeSample] | None:
-    """Rank 0's samples on every rank; None: there was no proof to take part in."""
-    message = [samples]
+Asked = M2nOrder | GatherOrder | list[ProbeSample] | None
+
+
+def _share(asked: Asked) -> Asked:
+    """Rank 0's order on every rank, or its samples, with which a push ends; None: there was no
+    proof to take part in."""
+    message = [asked]
     dist.broadcast_object_list(message, src=0)
     return message[0]
+
+
+def _order(order: M2nOrder | GatherOrder) -> None:
+    _share(order)
 
 
 def probe_prompts(rows: Sequence[Row], longest: int | None) -> list[list[int]]:

@@ -96,7 +96,7 @@ class TransferGroup:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
-            with _device(self.device):
+            with on_device(self.device):
                 self._group.broadcast([tensor], options).wait()
         except RuntimeError as error:
             raise TransferError(_one_line(error)) from error
@@ -225,7 +225,7 @@ def _nccl_raises() -> Iterator[None]:
 
 
 @contextmanager
-def _device(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         with torch.cuda.device(device):
             yield

@@ -14,10 +14,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from itertools import count
 from threading import Thread
-from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -44,26 +42,10 @@ _LOOK_EVERY_S = 0.002
 _LAST_WORDS_S = 10.0  # for the engine to say why a broadcast failed
 
 
-def transport_of(
-    name: Literal["files"] | TransferBackend, device: torch.device
-) -> Callable[[str, float], VllmControl]:
-    """`push.transport`, for a `WeightPusher` whose process has `device`.
-
-    Raises:
-        ValueError: nccl without a GPU.
-    """
-    if name == "files":
-        return VllmControl
-    if name == "nccl" and device.type != "cuda":
-        raise ValueError(
-            f"push.transport = 'nccl' goes from GPU to GPU, and the ranks train on {device.type};"
-            " set push.transport = 'gloo', or 'files'"
-        )
-    return partial(BroadcastControl, backend=name, device=device)
-
-
 class BroadcastControl(VllmControl):
     """As `VllmControl`, but an update carries the weights."""
+
+    sees_files = False
 
     def __init__(
         self, url: str, timeout_s: float, *, backend: TransferBackend, device: torch.device

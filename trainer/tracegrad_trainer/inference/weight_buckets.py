@@ -16,10 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from tracegrad_trainer.config.push_transport import BUCKET_BYTES
 from tracegrad_trainer.inference.transfer_group import TransferGroup
 
-BUCKET_BYTES = 64 << 20
-_ALIGNMENT = 16  # bytes, of each tensor in a bucket
+# What a running engine is given between two of its forward passes: some 5 ms on one core of a CPU.
+PART_BYTES = 8 << 20
+# Bytes that each tensor of a bucket begins at a multiple of. What ends elsewhere ends its bucket:
+# between the tensors there is nothing, as vLLM's own packed transfers have it.
+ALIGNMENT = 16
 
 
 class TensorSpec(NamedTuple):
@@ -55,7 +59,7 @@ class BucketReader:
         """Raises OSError, ValueError: one of them is no safetensors file."""
         self._stack = ExitStack()
         self._files: dict[str, Any] = {}
-        specs: list[TensorSpec] = []
+        self.specs: list[TensorSpec] = []
         for path in paths:
             try:
                 file = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -63,9 +67,9 @@ class BucketReader:
                 self._stack.close()
                 raise ValueError(f"{path}: {error}") from error
             for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                specs.append(TensorSpec.of(name, file.get_tensor(name)))  # mapped, not read
+                self.specs.append(TensorSpec.of(name, file.get_tensor(name)))  # mapped, not read
                 self._files[name] = file
-        self.buckets = in_buckets(specs)
+        self.buckets = in_buckets(self.specs)
 
     def read(self, *, pinned: bool = False) -> Iterator[Tensor]:
         """Each bucket's bytes, of uint8, in host memory. The next one takes its place."""
@@ -85,21 +89,27 @@ class BucketReader:
         self._stack.close()
 
 
-def in_buckets(specs: Sequence[TensorSpec]) -> list[Bucket]:
+def names_in_parts(paths: Sequence[str]) -> list[list[str]]:
+    """Of the tensors in these files, 8 MiB, or one of them, at a time. Raises as `BucketReader`."""
+    with BucketReader(paths) as files:
+        return [[spec.name for spec in part] for part in in_buckets(files.specs, PART_BYTES)]
+
+
+def in_buckets(specs: Sequence[TensorSpec], bucket_bytes: int | None = None) -> list[Bucket]:
     buckets: list[Bucket] = []
     room = 0
     for spec in specs:
         if not buckets or spec.nbytes > room:
             buckets.append([])
-            room = BUCKET_BYTES
+            room = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
         buckets[-1].append(spec)
-        room -= _aligned(spec.nbytes)
+        room = room - spec.nbytes if spec.nbytes % ALIGNMENT == 0 else -1
     return buckets
 
 
 def places(bucket: Sequence[TensorSpec]) -> list[slice]:
     """Of each tensor's bytes."""
-    begins = accumulate((_aligned(spec.nbytes) for spec in bucket), initial=0)
+    begins = accumulate((spec.nbytes for spec in bucket), initial=0)
     return [slice(begin, begin + spec.nbytes) for begin, spec in zip(begins, bucket, strict=False)]
 
 
@@ -124,7 +134,3 @@ def receive(group: TransferGroup, buckets: Sequence[Bucket]) -> Iterator[tuple[s
         flat = torch.empty(bucket_bytes(bucket), dtype=torch.uint8, device=group.device)
         group.broadcast(flat)
         yield from unpack(flat, bucket)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -72,9 +72,10 @@ class WeightFiles:
         (target / ADAPTER_CONFIG).write_text(json.dumps(config), encoding="utf-8")
         return [_save(whole, target / ADAPTER_WEIGHTS)]
 
-    def keep_only(self, version: int) -> None:
+    def keep_only(self, *versions: int) -> None:
+        kept = set(map(str, versions))
         for folder in self.folder.iterdir():
-            if folder.name != str(version):
+            if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:

@@ -4,6 +4,10 @@ Calls wait at the proxy; the engine is frozen with its running requests, takes t
 the cache that the old weights made, and goes on. If anything fails, the weights that were served
 before are put back, under their old version. How the engine stands still meanwhile, paused or
 asleep, is `engine_sleep`'s.
+
+Several engines go through that together, or one after the other (`rolling`), while the others take
+the calls. One of them may serve a candidate to a share of the rollouts (`canary`): it is pushed to
+that engine alone, and to the others when it is promoted.
 """
 
 from __future__ import annotations
@@ -11,10 +15,12 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -34,6 +40,7 @@ from tracegrad_trainer.inference.engine_sleep import (
     SleepSettings,
 )
 from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
+from tracegrad_trainer.inference.weight_buckets import names_in_parts
 from tracegrad_trainer.inference.weight_directory import choose_directory
 from tracegrad_trainer.inference.weight_files import WeightFiles
 from tracegrad_trainer.utils.stopwatch import Stopwatch
@@ -49,21 +56,34 @@ HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """Seconds by stage, in order: write, (connect,) hold, pause, load, set_version, resume, verify,
-    release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
+    """Seconds by stage, in order: write, connect or stage, hold, pause, load, set_version, resume,
+    verify, release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
     wake_cache, resume, verify, release; the step that was made meanwhile is in none of them."""
 
     version: int
     seconds: dict[str, float]
     bytes: int  # of the files
     carried: Carried = "weights"
+    turns: int = 1  # engines that changed one after the other: `seconds` are of all of them
 
     @property
     def paused_s(self) -> float | None:
-        """For how long the engine made no token; None where it slept, for all of a step."""
+        """For how long an engine made no token; None where it slept, for all of a step."""
         if "pause" not in self.seconds:
             return None
-        return sum(self.seconds[stage] for stage in PAUSED_STAGES)
+        return sum(self.seconds[stage] for stage in PAUSED_STAGES) / self.turns
+
+
+class CanaryEngine(NamedTuple):
+    """The engine that candidates are pushed to, by its URL, and the share of rollouts that it
+    gets."""
+
+    url: str
+    share: float
+
+
+# Raises where the new weights are not right; with the URL of an engine: of that one.
+Verify = Callable[..., object]
 
 
 class SupersededError(PushError):
@@ -82,7 +102,8 @@ class WeightPusher:
     adapter_config.json, a push is of such an adapter, under peft's names, and `checkpoint` the
     folder of one. `transport`: how the files' tensors reach an engine, of its URL and `timeout_s`;
     default: it sees the files. `keep_cache`: running requests keep what the old weights computed;
-    calls must be told apart by version then (vLLM's `cache_salt`), as the proxy does.
+    calls must be told apart by version then (vLLM's `cache_salt`), as the proxy does. `rolling`:
+    engines change one after the other. `canary`: for candidates.
     """
 
     def __init__(
@@ -101,6 +122,8 @@ class WeightPusher:
         adapter: Json | None = None,
         transport: Callable[[str, float], VllmControl] = VllmControl,
         keep_cache: bool = False,
+        rolling: bool = False,
+        canary: CanaryEngine | None = None,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -108,15 +131,27 @@ class WeightPusher:
         if sleep and sleep.level == 2 and not files:
             raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
         self._served = _served(version, files)
+        self._candidate: ServedWeights | None = None  # what the canary serves in its place
+        self._had = self._served  # what the engines at hand return to
+        self._staged = False  # whether what they are to serve was made ready
+        self._ready: set[str] = set()  # engines that hold such weights
+        self._canary = canary
         self._adapter = adapter
         self._files = WeightFiles(directory or choose_directory(None, 0))
         urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
-        if sleep and transport is not VllmControl:
+        control = transport.func if isinstance(transport, partial) else transport
+        if sleep and not getattr(control, "sees_files", True):
             raise ValueError("sleep: what wakes an engine loads it from files")
         if sleep and len(urls) > 1:
             raise ValueError("sleep: only of one engine, whose GPUs the ranks share")
+        if canary is not None and (len(urls) < 2 or canary.url not in urls):
+            raise ValueError("canary: one of several engines, for the others serve the rest")
+        self._urls = urls
+        self._rolls = rolling and len(urls) > 1
         self._vllm = EngineGroup(urls, timeout_s, transport)
         self._connects = transport is not VllmControl
+        # An adapter is loaded into the old one's place, and an engine that sleeps has no room.
+        self._stages = not (self._connects or sleep or adapter is not None)
         if hold_ttl_s is None:
             # Nobody renews the hold of a pause, and a call that it let go would meet a paused
             # engine: its tokens would be of no known version.
@@ -152,9 +187,10 @@ class WeightPusher:
         return self._served.version
 
     @property
-    def served(self) -> ServedWeights:
-        """What is served, and its files, which stay until another push has come to its end."""
-        return self._served
+    def newest(self) -> ServedWeights:
+        """What was pushed last, the candidate where there is one, and its files, which stay until
+        another push has come to its end."""
+        return self._candidate or self._served
 
     def free_bytes(self) -> int:
         """Where the weight files are."""
@@ -175,17 +211,18 @@ class WeightPusher:
         with self._turn:
             if self._stopped:
                 raise PushError("vLLM sleeps while the ranks train: it serves nothing now")
-            if version == self.version:
+            if version == self.version and self._candidate is None:
                 self._returned_to = version
                 return {}
-            new = fetch(self._files.folder / str(version))
+            is_base = version == self.version
+            new = self._served if is_base else fetch(self._files.folder / str(version))
             pushing, self._watch = self._watch, Stopwatch()
             drain_s, self._engine.drain_s = self._engine.drain_s, 0.0
             # Its number was served before: what later weights computed for calls that began then
             # is in the cache under it.
             keep_cache, self._engine.keep_cache = self._engine.keep_cache, False
             try:
-                seconds = self._serve(new, None)
+                seconds = self._end_candidate() if is_base else self._serve(new, None, rolls=False)
             except BaseException:
                 self._engine.drain_s, self._engine.keep_cache = drain_s, keep_cache
                 raise
@@ -233,7 +270,7 @@ class WeightPusher:
         self,
         version: int,
         tensors: Iterable[tuple[str, torch.Tensor]],
-        verify: Callable[[], object] | None = None,
+        verify: Verify | None = None,
     ) -> PushReport:
         """Serves `tensors`, (checkpoint name, whole tensor) pairs, as policy `version`: `write`,
         then `serve`."""
@@ -245,7 +282,7 @@ class WeightPusher:
 
         Raises PushError; then what is left of the tensors was not asked for.
         """
-        if version == self.version:
+        if version in self._numbers:
             raise ValueError(f"version: {version} is served already; give new weights a new number")
         try:
             with self._watch.stage("write"):
@@ -257,29 +294,63 @@ class WeightPusher:
         except (OSError, ValueError) as error:
             if not self._stopped:
                 self._take_watch()
-            self._files.keep_only(self.version)
+            self._files.keep_only(*self._numbers)
             raise PushError(f"version {version} is not pushed: {error}") from error
 
-    def serve(self, new: ServedWeights, verify: Callable[[], object] | None = None) -> PushReport:
-        """Serves what was written.
+    def serve(
+        self, new: ServedWeights, verify: Verify | None = None, *, as_candidate: bool = False
+    ) -> PushReport:
+        """Serves what was written; `as_candidate`: by the canary alone, to its share of rollouts.
 
-        `verify` runs on the new weights while other calls still wait; if it raises, the old
+        `verify` runs on the new weights while other calls still wait (of engines that change one
+        after the other it is called with the URL of each); if it raises, the old
         weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
         """
         with self._turn:
             if self._returned_to is not None:
-                self._files.keep_only(self.version)
+                self._files.keep_only(*self._numbers)
                 raise SupersededError(
                     f"version {new.version} is not pushed: version {self._returned_to} was returned"
                     " to meanwhile"
                 )
+            # Before a first push nobody's calls come: a proxy that begins holds all.
+            rolls = self._rolls and self.version >= 0 and not as_candidate
             try:
-                seconds = self._serve(new, verify)
+                if as_candidate:
+                    seconds = self._serve_candidate(new, verify)
+                else:
+                    seconds = self._serve(new, verify, rolls=rolls)
             finally:
-                self._files.keep_only(self.version)
+                self._files.keep_only(*self._numbers)
         size = sum(Path(path).stat().st_size for path in new.paths)
         carried: Carried = "weights" if self._adapter is None else "adapter"
-        return PushReport(new.version, seconds, size, carried)
+        return PushReport(new.version, seconds, size, carried, len(self._urls) if rolls else 1)
+
+    def serve_base(self, version: int, fetch: Callable[[Path], ServedWeights]) -> None:
+        """An earlier version to all engines, under its own number, for a candidate to be compared
+        with. Raises as `serve`."""
+        with self._turn:
+            if version != self.version:
+                self._serve(fetch(self._files.folder / str(version)), None, rolls=False)
+
+    def promote_candidate(self, version: int) -> dict[str, float]:
+        """The candidate to all engines, one after the other, if it is of that number. Seconds by
+        stage. From any thread. Raises PushError (it stays a candidate), EngineLostError."""
+        with self._turn:
+            new = self._candidate
+            if new is None or new.version != version or self._canary is None:
+                return {}
+            others = [url for url in self._urls if url != self._canary.url]
+            pushing, self._watch = self._watch, Stopwatch()
+            try:
+                self._vllm.ask_all()
+                with self._vllm.only(*others), self._made_ready(new):
+                    seconds = self._roll(new, None, others)
+                self._proxy.end_canary()
+            finally:
+                self._watch = pushing
+            self._served, self._candidate = new, None
+            return seconds
 
     def restore(self) -> bool:
         """An engine that was started again gets the weights that are served, and a proxy their
@@ -288,6 +359,8 @@ class WeightPusher:
         with self._turn:
             if self._stopped or self.version < 0:
                 return False
+            if self._rolls or self._candidate is not None:
+                return self._restore_each()
             another = self._says_versions and self._vllm.serves(self.version) is False
             stale = self._in_doubt or another
             if not stale and not self._proxy.has_another(self.version):
@@ -296,18 +369,85 @@ class WeightPusher:
             pushing, self._watch = self._watch, Stopwatch()
             self._in_doubt = True
             try:
-                self._serve(self._served, None)
+                self._serve(self._served, None, rolls=False)
             finally:
                 self._watch = pushing
             self._in_doubt = False
             self._says_versions = self._vllm.serves(self.version) is not False
             return True
 
-    def _serve(self, new: ServedWeights, verify: Callable[[], object] | None) -> dict[str, float]:
-        """Seconds by stage."""
+    def _restore_each(self) -> bool:
+        """As `restore`, of engines that do not stand still together, and may differ."""
+        wanted = dict.fromkeys(self._urls, self._served)
+        apart: dict[str, int] = {}
+        if self._candidate is not None and self._canary is not None:
+            wanted[self._canary.url] = self._candidate
+            apart = {self._canary.url: self._candidate.version}
+        lacking = [url for url, one in wanted.items() if self._lacks(url, one)]
+        is_stale = self._proxy.has_another(self.version, of_upstreams=apart)
+        if not lacking and not is_stale:
+            return False
+        pushing, self._watch = self._watch, Stopwatch()
+        try:
+            self._vllm.ask_all()
+            for url in lacking:
+                with self._only(url):
+                    self._change(wanted[url], wanted[url], None, staged=False)
+            if is_stale:  # it was started again, and holds calls until it is told
+                self._proxy.set_version(self.version)
+                for url, version in apart.items():
+                    assert self._canary is not None
+                    self._proxy.set_canary(*self._canary)
+                    with self._proxy.only(url):
+                        self._proxy.set_version(version)
+                self._proxy.release()
+        finally:
+            self._watch = pushing
+        self._says_versions = not any(self._lacks(url, one) for url, one in wanted.items())
+        return True
+
+    def _lacks(self, url: str, weights: ServedWeights) -> bool:
+        with self._vllm.only(url):
+            return self._says_versions and self._vllm.serves(weights.version) is False
+
+    def _serve(self, new: ServedWeights, verify: Verify | None, *, rolls: bool) -> dict[str, float]:
+        """To all engines. Seconds by stage."""
         self._vllm.ask_all()
+        with self._made_ready(new):
+            if rolls:
+                seconds = self._roll(new, verify, self._urls)
+            else:
+                seconds = self._change(new, self._served, verify, staged=self._stages)
+        self._served = new
+        if self._candidate is not None:
+            self._candidate = None
+            self._proxy.end_canary()
+        self._engine.keep_cache = self._keeps_cache
+        return seconds
+
+    @contextmanager
+    def _made_ready(self, new: ServedWeights) -> Iterator[None]:
+        """What takes long is done before, while the engines serve what they did; if the body fails,
+        nothing is left of it with those that did not come to it."""
         if self._connects:
-            self._connect(new)
+            self._prepare("connect", self._vllm.connect, new)
+        elif self._stages:
+            self._prepare("stage", lambda: self._vllm.stage(new, names_in_parts(new.paths)), new)
+            self._ready = set(self._vllm.urls)
+        try:
+            yield
+        except BaseException:
+            with self._vllm.only(*self._ready):
+                self._vllm.forget_staged()
+            raise
+        finally:
+            self._ready = set()
+
+    def _change(
+        self, new: ServedWeights, had: ServedWeights, verify: Verify | None, *, staged: bool
+    ) -> dict[str, float]:
+        """Of the engines that are asked, all together; `had` is what they return to."""
+        self._had, self._staged = had, staged
         self.stop_engine()
         watch = self._take_watch()
         try:
@@ -318,9 +458,84 @@ class WeightPusher:
             self._end_of_failure(error, watch)
             raise
         self._open_gate(watch)
-        self._served = new
-        self._engine.keep_cache = self._keeps_cache
         return watch.seconds
+
+    def _roll(
+        self, new: ServedWeights, verify: Verify | None, urls: Sequence[str]
+    ) -> dict[str, float]:
+        """Those engines one after the other, while the others take the calls; if one of them
+        fails, those before it return to what they had. All engines serve `new` then."""
+        seconds: dict[str, float] = {}
+        changed: list[str] = []
+        try:
+            for url in urls:
+                check = partial(verify, url) if verify else None
+                with self._only(url):
+                    found = self._change(new, self._served, check, staged=self._stages)
+                changed.append(url)
+                for stage, value in found.items():
+                    seconds[stage] = seconds.get(stage, 0.0) + value
+            self._proxy.set_version(new.version)
+        except BaseException as error:
+            self._take_back(changed, new, error)
+            raise
+        return seconds
+
+    def _take_back(self, urls: Sequence[str], new: ServedWeights, cause: BaseException) -> None:
+        """Raises EngineLostError: one of them does not take it; the others have."""
+        lost: EngineLostError | None = None
+        for url in reversed(urls):
+            try:
+                with self._only(url):
+                    self._change(self._served, new, None, staged=False)
+            except PushError as error:
+                lost = EngineLostError(
+                    f"engine {url} does not go back to version {self.version} from {new.version},"
+                    f" restart it: {error} (after: {cause})"
+                )
+        if lost is not None:
+            raise lost from cause
+
+    def _serve_candidate(self, new: ServedWeights, verify: Verify | None) -> dict[str, float]:
+        """Seconds by stage."""
+        assert self._canary is not None
+        url = self._canary.url
+        self._vllm.ask_all()
+        check = partial(verify, url) if verify else None
+        with self._vllm.only(url), self._made_ready(new):
+            # First: nobody beyond the share is to have a token of it.
+            self._proxy.set_canary(*self._canary)
+            try:
+                with self._proxy.only(url):
+                    seconds = self._change(new, self.newest, check, staged=self._stages)
+            except BaseException:
+                if self._candidate is None:
+                    self._proxy.end_canary()
+                raise
+        self._candidate = new
+        return seconds
+
+    def _end_candidate(self) -> dict[str, float]:
+        """The canary serves again what the others do. Seconds by stage."""
+        assert self._candidate is not None
+        assert self._canary is not None
+        self._vllm.ask_all()
+        with self._only(self._canary.url):
+            seconds = self._change(self._served, self._candidate, None, staged=False)
+        self._candidate = None
+        self._proxy.end_canary()
+        return seconds
+
+    @contextmanager
+    def _only(self, url: str) -> Iterator[None]:
+        """Of one engine, which gets no calls while it stands still."""
+        with self._vllm.only(url), self._proxy.only(url):
+            yield
+
+    @property
+    def _numbers(self) -> list[int]:
+        """Of all that is served."""
+        return [self.version] + ([] if self._candidate is None else [self._candidate.version])
 
     def close(self) -> None:
         """Removes the weight files: nothing can be put back afterwards. An engine that still
@@ -337,14 +552,14 @@ class WeightPusher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connect(self, new: ServedWeights) -> None:
-        """While calls still come."""
+    def _prepare(self, stage: str, prepare: Callable[[], None], new: ServedWeights) -> None:
+        """While calls still come, and the engine serves what it did."""
         try:
-            with self._watch.stage("connect"):
-                self._vllm.connect()
+            with self._watch.stage(stage):
+                prepare()
         except EngineLostError:
             raise
-        except PushError as error:
+        except (PushError, OSError, ValueError) as error:
             self._take_watch()
             raise PushError(f"version {new.version} is not pushed: {error}") from error
 
@@ -366,15 +581,17 @@ class WeightPusher:
     def _swap(self, new: ServedWeights, watch: Stopwatch) -> None:
         """Load, set the version, go on; after a failure with the previous weights."""
         try:
-            self._engine.take_weights(self._served, watch)
+            self._engine.take_weights(self._had, watch)
+            self._ready -= set(self._vllm.urls)
             with watch.stage("load"):
-                self._vllm.load(new)
+                (self._vllm.load_staged if self._staged else self._vllm.load)(new)
             with watch.stage("set_version"):
                 self._proxy.set_version(new.version)
         except Exception as error:
             self._put_back(error, watch, self._engine.take_weights)  # these may be what failed
             raise PushError(
-                f"version {new.version} is not served, version {self.version} still is: {error}"
+                f"version {new.version} is not served, version {self._had.version} still is:"
+                f" {error}"
             ) from error
         self._go_on(watch)
 
@@ -385,15 +602,15 @@ class WeightPusher:
         if isinstance(cause, EngineLostError):
             self._save_others(watch, ready)
             raise cause
-        if not self._served.paths:
+        if not self._had.paths:
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it (no checkpoint to return to): "
                 f"{cause}"
             ) from cause
         try:
-            ready(self._served, watch)
-            self._vllm.load_again(self._served)
-            self._proxy.set_version(self.version)
+            ready(self._had, watch)
+            self._vllm.load_again(self._had)
+            self._proxy.set_version(self._had.version)
         except PushError as error:
             self._save_others(watch, ready)
             raise EngineLostError(
@@ -406,13 +623,13 @@ class WeightPusher:
     ) -> None:
         """Of several engines one is lost, and the trainer ends with it: the others serve what they
         did."""
-        while self._vllm.lost and self._vllm.some_left and self._served.paths:
+        while self._vllm.lost and self._vllm.some_left and self._had.paths:
             known = len(self._vllm.lost)
             try:
-                ready(self._served, watch)
-                self._vllm.load_again(self._served)
-                self._proxy.set_version(self.version)
-                self._engine.go_on(self._served, watch)
+                ready(self._had, watch)
+                self._vllm.load_again(self._had)
+                self._proxy.set_version(self._had.version)
+                self._engine.go_on(self._had, watch)
                 return
             except PushError as error:
                 logger.warning("engines beside the lost one do not go on either: %s", error)
@@ -421,21 +638,22 @@ class WeightPusher:
 
     def _go_on(self, watch: Stopwatch) -> None:
         try:
-            self._engine.go_on(self._served, watch)
+            self._engine.go_on(self._had, watch)
         except PushError as error:
             self._save_others(watch, self._engine.pause_again)
             raise EngineLostError(
                 f"vLLM has its weights, but does not go on, restart it: {error}"
             ) from error
 
-    def _verify(self, new: ServedWeights, verify: Callable[[], object], watch: Stopwatch) -> None:
+    def _verify(self, new: ServedWeights, verify: Verify, watch: Stopwatch) -> None:
         try:
             with watch.stage("verify"):
                 verify()
         except Exception as error:
             self._put_back(error, watch, self._engine.pause_again)
             raise PushError(
-                f"version {new.version} was served wrongly, version {self.version} is back: {error}"
+                f"version {new.version} was served wrongly, version {self._had.version} is back:"
+                f" {error}"
             ) from error
 
 

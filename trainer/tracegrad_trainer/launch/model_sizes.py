@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from tracegrad_trainer.config.push_transport import check_transport, choose_transport
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import CPU_KV_BYTES, VllmSettings
 from tracegrad_trainer.engine.checkpoint.untrained_parts import elements_beside
@@ -90,6 +91,7 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
         ranks=ranks(settings.fsdp),
         ways={name: ranks(fsdp) for name, fsdp in _lighter(settings.fsdp).items()} if gpus else {},
         pushed_to_memory=_in_memory(settings.push.folder),
+        largest=itemsize * max(map(_pushed_elements, model.parameters())),
     )
 
 
@@ -97,7 +99,8 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
     """What the settings fix, on a machine with so many GPUs.
 
     Raises:
-        ValueError: vllm.extra_args has what memory is planned by.
+        ValueError: vllm.extra_args has what memory is planned by, or weights cannot be pushed as
+            they are to be.
     """
     vllm, asked = settings.vllm, settings.gpus
     for option in vllm.extra_args:
@@ -109,6 +112,9 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
                 f" sees there: {instead}leave it out"
             )
     on_gpu = gpus > 0 and not vllm.on_cpu and not vllm.is_attached
+    train_on_gpu = gpus > 0 and settings.fsdp.device != "cpu"
+    if not vllm.is_attached:
+        check_transport(settings.push.transport, engine_on_gpu=on_gpu)
     kv = vllm.kv_cache_memory_bytes or (None if on_gpu else CPU_KV_BYTES)
     return PlacementRequest(
         vllm=asked.vllm_gpus,
@@ -124,7 +130,11 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
         rank_multiple=settings.fsdp.rank_multiple,
         engine_here=not vllm.is_attached,
         engine_on_gpu=on_gpu,
-        train_on_gpu=gpus > 0 and settings.fsdp.device != "cpu",
+        train_on_gpu=train_on_gpu,
+        transport=choose_transport(
+            settings, engine_on_gpu=gpus > 0 and not vllm.on_cpu, train_on_gpu=train_on_gpu
+        ),
+        transport_asked=settings.push.transport != "auto",
     )
 
 
@@ -174,6 +184,12 @@ def _rounded(model: nn.Module, vllm: VllmSettings) -> int:
 def _mlp_widths(layer: Any) -> list[int]:
     names = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     return [width for name in names if isinstance(width := getattr(layer, name, None), int)]
+
+
+def _pushed_elements(parameter: nn.Parameter) -> int:
+    """Of one tensor in a push: a mixture's experts, which are stacked here, come one by one."""
+    stacked = parameter.shape[0] if parameter.ndim > 2 else 1
+    return parameter.numel() // stacked
 
 
 def _in_memory(folder: Path | None) -> bool:

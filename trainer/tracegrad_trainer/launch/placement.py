@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from tracegrad_trainer.config.push_transport import Transport
 from tracegrad_trainer.launch.engine_layout import EngineLayout, check_engine, fit_engine
 from tracegrad_trainer.launch.gpu_splits import (
     Split,
@@ -29,6 +30,7 @@ from tracegrad_trainer.launch.placement_inputs import (
     RankMemory,
     in_gib,
     listed,
+    push_buffers,
     room_of,
 )
 from tracegrad_trainer.launch.placement_reasons import placement_reasons
@@ -91,6 +93,7 @@ class Placement:
     gpus: tuple[GpuPlan, ...]
     host: Mapping[str, int]
     host_free: int
+    transport: Transport  # of pushes
     pushed: int  # bytes of the files of a weight push, of two versions
     attached: bool  # vLLM runs already: none of this is its
     reasons: tuple[str, ...]
@@ -168,7 +171,11 @@ def _plan(
     if split.engine:
         gpus = [machine.gpus[n] for n in split.engine]
         beside = sizes.ranks[len(split.train)].between_steps if split.shared else 0
-        found = fit_engine(gpus, sizes, request, beside)
+        buffers = _buffers(sizes, request, split)
+        found = fit_engine(gpus, sizes, request, beside + buffers)
+        if isinstance(found, str) and buffers and not request.transport_asked:
+            request = replace(request, transport="files")
+            found = fit_engine(gpus, sizes, request, beside)
         if isinstance(found, str):
             return _Refusal(0, found)
         layout = found
@@ -238,7 +245,11 @@ def _assemble(
         kv_cache_bytes=kv or None,
         gpu_memory_utilization=share if layout else None,
         kv_tokens=tokens,
-        gpus=tuple(_gpu_plan(gpu, sizes, split, layout) for gpu in machine.gpus),
+        gpus=tuple(
+            _gpu_plan(gpu, sizes, split, layout, _buffers(sizes, request, split))
+            for gpu in machine.gpus
+        ),
+        transport=request.transport,
         host=_host_parts(sizes, request, split, (ranks, size, copies)),
         host_free=machine.host,
         pushed=sizes.pushed,
@@ -247,9 +258,18 @@ def _assemble(
     )
 
 
-def _gpu_plan(gpu: Gpu, sizes: ModelSizes, split: Split, layout: EngineLayout | None) -> GpuPlan:
+def _buffers(sizes: ModelSizes, request: PlacementRequest, split: Split) -> int:
+    return push_buffers(sizes, request, ranks=len(split.train), shared=split.shared)
+
+
+def _gpu_plan(
+    gpu: Gpu, sizes: ModelSizes, split: Split, layout: EngineLayout | None, buffers: int
+) -> GpuPlan:
+    """`buffers`: of a push, on each of vLLM's GPUs."""
     users = ["vLLM"] if gpu.index in split.engine else []
     serving = _engine_parts(layout) if layout and users else {}
+    if serving and buffers:
+        serving |= {"a push's buffers": buffers}
     training: dict[str, int] = {}
     if gpu.index in split.train:
         users.append(f"rank {split.train.index(gpu.index)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tracegrad_trainer.config.push_transport import BUCKET_BYTES, Transport
 from tracegrad_trainer.launch.machine import GIB, Gpu
 
 # Of each GPU's memory, left to fragmentation and to what no estimate knows.
@@ -66,6 +67,7 @@ class ModelSizes:
     ways: Mapping[str, Mapping[int, RankMemory]]
     inner: int = 0  # greatest common divisor of the widths of MLPs and experts; 0: not known
     pushed_to_memory: bool = True  # those files are in the host's memory
+    largest: int = 0  # bytes of its largest tensor in a push
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +86,19 @@ class PlacementRequest:
     sleep_level: int = 2
     rank_multiple: int = 1  # how many ranks there are is a multiple of it
     engine_here: bool = True  # False: vLLM runs already, and nothing is planned for it
+    transport: Transport = "files"  # of pushes
+    transport_asked: bool = True  # False: where another takes too much memory it is files
     engine_on_gpu: bool = True
     train_on_gpu: bool = True
+
+
+def push_buffers(sizes: ModelSizes, request: PlacementRequest, *, ranks: int, shared: bool) -> int:
+    """Bytes on each of vLLM's GPUs, beside it and a rank that is there: with `ipc` rank 0 has a
+    context on the GPU and a bucket, which the worker copies. On the one GPU of both there is
+    room: a vLLM that was asleep has no KV cache yet while it loads."""
+    if request.transport != "ipc" or (shared and ranks == 1):
+        return 0
+    return CONTEXT + 2 * max(BUCKET_BYTES, sizes.largest)
 
 
 def room_of(gpu: Gpu) -> int:

@@ -31,6 +31,7 @@ def placement_reasons(
             f" {layout.tokens / max(1, sizes.max_model_len):.1f} of the longest sequences"
             f" ({sizes.max_model_len} tokens)"
         )
+    yield f"weights are pushed by {_transport(request)}"
     unused = [gpu for gpu in machine.gpus if gpu.index not in {*split.engine, *split.train}]
     for gpu in unused:
         if 2 * gpu.free < gpu.total:
@@ -40,6 +41,18 @@ def placement_reasons(
             )
     if idle := [gpu.index for gpu in unused if 2 * gpu.free >= gpu.total]:
         yield f"GPU{'s' * (len(idle) > 1)} {gpu_words(idle)}: left idle"
+
+
+def _transport(request: PlacementRequest) -> str:
+    name, asked = request.transport, request.transport_asked
+    why = {
+        "ipc": "in GPU memory that rank 0 shares with vLLM, on this machine",
+        "nccl": "broadcast from GPU to GPU, engines are on other machines",
+        "gloo": "broadcast over TCP, engines are on other machines",
+        "files": "as vLLM reads them",
+        "nccl_m2n": "from every rank's shards",
+    }
+    return f"{name} ({'push.transport says so' if asked else why[name]})"
 
 
 def _who_is_where(machine: Machine, request: PlacementRequest, split: Split) -> str:

@@ -21,7 +21,7 @@ from tracegrad_trainer.launch.placement import (
 
 def read_machine() -> Machine:
     """This one. Raises ValueError: see `read_gpus`."""
-    from tracegrad_trainer.engine.model.memory import free_host_memory
+    from tracegrad.host_memory import free_host_memory
 
     return Machine(read_gpus(), free_host_memory())
 
@@ -63,7 +63,8 @@ def with_placement(settings: TrainerSettings, placement: Placement) -> TrainerSe
     made = GpuSettings.model_validate(
         settings.gpus.model_dump() | gpus | {"share": placement.shared}
     )
-    return settings.with_changes(**changes, gpus=made)
+    push = settings.push.model_copy(update={"transport": placement.transport})
+    return settings.with_changes(**changes, gpus=made, push=push)
 
 
 def with_training_gpus(settings: TrainerSettings) -> TrainerSettings:

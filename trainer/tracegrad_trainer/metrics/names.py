@@ -63,6 +63,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "micro_batches": Metric("forwards", "of a rank"),
         "pack_fill": Metric("share", "of the token budgets that rows fill"),
         "pack_balance": Metric("share", "of the ranks' time that none waits for another"),
+        "ranks_a_micro_batch": Metric("ranks", "that share its tokens"),
     },
     "The step": {
         "loss": Metric("loss", "all terms, over the objective's denominator"),

@@ -26,7 +26,7 @@ from tracegrad.store.read.versions import VersionHistory
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
-from tracegrad_trainer.promotion.held_out_gate import HeldOutGate
+from tracegrad_trainer.promotion.gate import PromotionGate
 from tracegrad_trainer.promotion.kept_weights import (
     KeptVersion,
     KeptWeights,
@@ -53,12 +53,16 @@ class Returning(Protocol):
     def version(self) -> int: ...
 
     @property
-    def served(self) -> ServedWeights: ...
+    def newest(self) -> ServedWeights: ...
 
     @property
     def can_roll_back(self) -> bool: ...
 
     def roll_back(self, version: int, fetch: Callable[..., ServedWeights]) -> dict[str, float]: ...
+
+    def promote_candidate(self, version: int) -> dict[str, float]: ...
+
+    def serve_base(self, version: int, fetch: Callable[..., ServedWeights]) -> None: ...
 
 
 class VersionControl:
@@ -78,8 +82,14 @@ class VersionControl:
         self._run_id = run_id
         self._check_checkpoint = check_checkpoint
         self._kept = KeptWeights(settings.state_dir / "versions", self._was_kept)
-        gated = settings.promotion.gate == "held_out"
-        self._gate = HeldOutGate(settings.promotion, store) if gated else None
+        self._gate: PromotionGate | None = None
+        if settings.promotion.gate != "none":
+            self._gate = PromotionGate(
+                settings.promotion,
+                store,
+                tags=settings.data.tags,
+                composed=settings.rewards.composes,
+            )
         self._pusher: Returning | None = None
         self._lock = RLock()
         self._to_keep: KeptVersion | None = None
@@ -142,6 +152,30 @@ class VersionControl:
         with self._lock:
             self._to_keep = KeptVersion(version, step, weights_step, self._run_id)
             self._keep_next()
+
+    def is_candidate(self, weights_step: int) -> bool:
+        """Whether the weights of that step are to be tried on a share of traffic, beside the
+        promoted ones, which all engines have then. Raises PushError."""
+        if self._settings.gate != "canary":
+            return False
+        history, pusher = self._store.version_history(), self._pusher
+        promoted = history.promoted
+        if promoted is None or pusher is None:
+            return False
+        wanted = history.records[promoted].weights_step
+        if wanted == weights_step:
+            return False
+        served = history.records.get(pusher.version)
+        if served is None or served.weights_step != wanted:  # a start, or another was promoted
+            try:
+                pusher.serve_base(promoted, lambda folder: self._kept.copy_to(promoted, folder))
+            except KeptWeightsError as error:
+                logger.warning(
+                    "version %d is promoted, and cannot be served beside the next one: %s",
+                    *(promoted, error),
+                )
+                return False
+        return True
 
     def await_room(self) -> None:
         """Until the files of an earlier push are read, which take their room until then."""
@@ -224,7 +258,13 @@ class VersionControl:
             return {"version": decision.version}
         record = history.check_target(decision.version)
         self._check_checkpoint(record.weights_step)
-        return {"version": record.version}
+        outcome: Json = {"version": record.version}
+        if decision.kind == "promote" and self._pusher is not None:
+            # Where it was served to a share of traffic, all engines get it.
+            with self._lock:
+                if seconds := self._pusher.promote_candidate(record.version):
+                    outcome["seconds"] = seconds
+        return outcome
 
     def _roll_back(self, decision: Decision) -> Json | None:
         """What came of it; None: the engine stands still, or nothing was pushed yet."""
@@ -270,11 +310,11 @@ class VersionControl:
         if kept is None or pusher is None or self._kept.busy:
             return
         self._to_keep = None
-        if pusher.version != kept.version:
+        if pusher.newest.version != kept.version:
             self._note(kept, "busy")  # the one before was being written all the time
             return
         try:
-            self._kept.keep(kept, pusher.served)
+            self._kept.keep(kept, pusher.newest)
         except OSError as error:
             logger.warning("the weights of version %d are not kept: %s", kept.version, error)
             self._note(kept, "no_room" if error.errno == errno.ENOSPC else "not_read")

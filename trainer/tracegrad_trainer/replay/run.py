@@ -111,7 +111,7 @@ def _learner(recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh
     """With the weights of the recorded checkpoint, or the model folder's."""
     seed_all(settings.seed + dist.get_rank())  # as a trainer that starts
     learner = build_learner(
-        settings, mesh, adamw=recorded.batch.adamw, parity=recorded.batch.parity
+        settings, mesh, adamw=recorded.batch.adamw, packing=recorded.batch.packing_rule
     )
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)

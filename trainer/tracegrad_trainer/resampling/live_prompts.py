@@ -21,6 +21,8 @@ from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED, ResampleSe
 Reason = Literal["no_request", "not_chat", "tools", "media", "held_out"]
 # Rollouts that are looked at, the newest: where more came, training is far behind them.
 _NEWEST = 1_000
+# Of whoever opened a rollout the events come later than its first call, by so much at most.
+_OPENED_WITHIN_S = 5.0
 # How its answer is sent and looked at, which is ours to say.
 _NOT_SAMPLED = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "user", "metadata")
 
@@ -35,11 +37,9 @@ class LivePrompt:
     body: Json
 
 
-def unusable_reason(
-    call: Call | None, tags: Mapping[str, str], held_out: Mapping[str, str] | None
-) -> Reason | None:
+def unusable_reason(call: Call | None, *, held_out: bool) -> Reason | None:
     """Why a first call is not sampled again; None: it can be."""
-    if held_out and held_out.items() <= tags.items():
+    if held_out:
         return "held_out"
     if call is None:
         return "no_request"
@@ -73,22 +73,23 @@ class LivePrompts:
                 self.unusable[reason] += 1
         return None
 
-    def count(self) -> tuple[int, Counter[str]]:
-        """How many could be sampled again now, and why others cannot, of the newest; nothing is
-        taken. Raises StoreError."""
+    def usable(self) -> tuple[list[str], Counter[str]]:
+        """Rollouts whose first prompt could be sampled again now, and why others' cannot, of the
+        newest; nothing is taken. Raises StoreError."""
         read = [self._read(first) for first in self._newest()]
         reasons = Counter[str](reason for _, reason in read if reason is not None)
-        return sum(prompt is not None for prompt, _ in read), reasons
+        return [prompt.rollout_id for prompt, _ in read if prompt is not None], reasons
 
     def _newest(self) -> list[FirstTurn]:
-        since = self.clock() - self.settings.max_age_s
+        now = self.clock()
         with self.store.reading() as connection:
             found = newest_first_turns(
                 connection,
                 tags=self.settings.tags,
                 without=RESAMPLED,
                 named_by=RESAMPLE_OF,
-                since=since,
+                since=now - self.settings.max_age_s,
+                unopened_before=now - _OPENED_WITHIN_S,
                 limit=_NEWEST,
             )
         # What is not found now never is again: it is too old, or was sampled again.
@@ -104,7 +105,8 @@ class LivePrompts:
 
             turn = find(first.turn_id)
             call = None if turn is None else recorded_call(turn, find)
-        reason = unusable_reason(call, tags, self.held_out)
+        is_tagged = self.held_out is not None and self.held_out.items() <= tags.items()
+        reason = unusable_reason(call, held_out=first.held_out or is_tagged)
         if reason is not None:
             return None, reason
         assert call is not None

@@ -15,7 +15,7 @@ from tracegrad.events import Reward, is_reward
 from tracegrad.jsonutil import dump_json
 from tracegrad.store.types import COMPOSED_SOURCE, RULE_SOURCE, Scoring
 from tracegrad_trainer.rewards.config import RewardSettings
-from tracegrad_trainer.rewards.names import MAIN
+from tracegrad_trainer.rewards.result import MAIN
 
 LABEL = "rewards.weights"
 

@@ -18,7 +18,7 @@ from pydantic import (
 
 from tracegrad.events import MAX_REWARD
 from tracegrad.import_path import is_import_path
-from tracegrad_trainer.rewards.names import FORMAT, JUDGE, LENGTH, MAIN
+from tracegrad_trainer.rewards.result import FORMAT, JUDGE, LENGTH, MAIN
 
 # Settings any of which makes the counting reward a sum of parts.
 COMPOSING = ("functions", "commands", "judge", "length", "format", "weights")
@@ -109,6 +109,20 @@ class JudgeSettings(BaseModel):
     )
     temperature: float | None = Field(0.0, ge=0, description="left out of the request: null")
     max_tokens: int | None = Field(None, ge=1, description="of the judge's reply; default: its own")
+    groups: Literal["task", "similar"] = Field(
+        "task",
+        description="what is compared: task: attempts at one task, as somebody named it where the"
+        " rollouts were opened; similar: also rollouts without a task, with those that were asked"
+        " something similar under the same system prompt; they become a group of"
+        " batches.group_size, or a smaller one after data.incomplete_after_s",
+    )
+    similarity: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="with groups similar: least share of words that the first user messages of a"
+        " group's rollouts have in common with its first one's, of all words of both",
+    )
     max_chars: int = Field(
         20_000, ge=200, description="of each attempt that it reads; the middle of more is left out"
     )
@@ -119,6 +133,16 @@ class JudgeSettings(BaseModel):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url!r} is no base URL: write it as https://HOST/v1")
         return url.rstrip("/").removesuffix("/chat/completions")
+
+    @model_validator(mode="after")
+    def _similarity_is_used(self) -> Self:
+        unused = JudgeSettings.model_fields["similarity"].default
+        if self.groups == "task" and self.similarity != unused:
+            raise ValueError(
+                "similarity: groups are made by task, and nothing is compared by its words: set"
+                " rewards.judge.groups = 'similar', or leave it out"
+            )
+        return self
 
 
 class RewardSettings(BaseModel):

@@ -23,8 +23,7 @@ from typing import Any, BinaryIO
 from tracegrad.events import Json
 from tracegrad.import_path import import_part
 from tracegrad_trainer.rewards import terms
-from tracegrad_trainer.rewards.names import FORMAT, LENGTH
-from tracegrad_trainer.rewards.result import NoScore, read_score
+from tracegrad_trainer.rewards.result import FORMAT, LENGTH, NoScore, read_score
 from tracegrad_trainer.rewards.rollout import ScoredRollout
 
 _LONGEST_ERROR = 500

@@ -21,15 +21,16 @@ from tracegrad.inspect.transcript import as_text
 from tracegrad.jsonutil import dump_json
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.config import JudgeSettings
-from tracegrad_trainer.rewards.names import JUDGE
+from tracegrad_trainer.rewards.result import JUDGE
 from tracegrad_trainer.rewards.rollout import ScoredRollout, ScoredTurn
+from tracegrad_trainer.rewards.similar_tasks import is_ungrouped
 
 # Of the API: asked again later, it may answer.
 _WORTH_A_RETRY = {408, 409, 425, 429}
 _LONGEST_ERROR = 300
 
 _INSTRUCTIONS = """\
-You compare several attempts of an agent at the same task, and score each by this rubric:
+You compare several attempts of an agent at {what}, and score each by this rubric:
 
 {rubric}
 
@@ -83,9 +84,18 @@ class GroupJudge:
 
     def _request(self, attempts: Sequence[ScoredRollout], number: int) -> Json:
         mark = f"=== {self._draw('mark', attempts, number).getrandbits(64):016x} ==="
-        system = _INSTRUCTIONS.format(rubric=self.settings.rubric, count=len(attempts), mark=mark)
-        said = [f"Task:\n{mark}\n{_task_text(attempts[0])}\n{mark}"]
-        for place, rollout in enumerate(attempts, 1):
+        tasks = [_task_text(rollout) for rollout in attempts]
+        # What somebody named as one task is one, also where its prompts have a date in them.
+        is_one = not is_ungrouped(attempts[0].task_id) or len(set(tasks)) == 1
+        what = "the same task" if is_one else "similar tasks, each by what it was asked itself"
+        system = _INSTRUCTIONS.format(
+            what=what, rubric=self.settings.rubric, count=len(attempts), mark=mark
+        )
+        said = [f"Task:\n{mark}\n{tasks[0]}\n{mark}"] if is_one else []
+        for place, (rollout, task) in enumerate(zip(attempts, tasks, strict=True), 1):
+            if not is_one:
+                asked = _shortened(task, self.settings.max_chars)
+                said.append(f"Task of attempt {place}:\n{mark}\n{asked}\n{mark}")
             text = _shortened(attempt_text(rollout), self.settings.max_chars)
             said.append(f"Attempt {place} of {len(attempts)}:\n{mark}\n{text}\n{mark}")
         messages = [

@@ -8,7 +8,11 @@ from numbers import Real
 from typing import Any
 
 from tracegrad.events import REWARD_RANGE, Json, Reward, is_reward
-from tracegrad_trainer.rewards.names import MAIN
+
+# Names of parts that are not of the user's choice. Of the counting reward; as a part, what somebody
+# gave under that name.
+MAIN = "reward"
+LENGTH, FORMAT, JUDGE = "length", "format", "judge"
 
 
 class NoScore(ValueError):

@@ -34,10 +34,16 @@ from tracegrad_trainer.rewards.compose import Composition, compose, composed_eve
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.functions import FunctionScorer
 from tracegrad_trainer.rewards.judge import GroupJudge
-from tracegrad_trainer.rewards.names import FORMAT, LENGTH
+from tracegrad_trainer.rewards.judge_groups import (
+    JudgeGroup,
+    TaskTexts,
+    lone_rollouts,
+    similar_groups,
+)
 from tracegrad_trainer.rewards.read_rollout import read_rollout
-from tracegrad_trainer.rewards.result import Score
+from tracegrad_trainer.rewards.result import FORMAT, LENGTH, Score
 from tracegrad_trainer.rewards.rollout import ScoredRollout
+from tracegrad_trainer.rewards.similar_tasks import SIMILAR, is_ungrouped, similar_task_id
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +59,14 @@ Again = Literal["no", "failed", "all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringScope:
-    """Which rollouts, by the settings of training. `seed`: of the judge's order."""
+    """Which rollouts, by the settings of training. `seed`: of the judge's order. `held_out`: tags
+    of those that are never trained."""
 
     tags: Mapping[str, str] = field(default_factory=dict)
     group_size: int = 1
     incomplete_after_s: float = 0.0
     seed: int = 0
+    held_out: Mapping[str, str] | None = None
 
 
 @dataclass(slots=True)
@@ -121,6 +129,8 @@ class ScoringRun:
         self._under_way: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._settled: dict[str, ScoringCandidate] = {}
         self._again: set[tuple[str, str]] = set()
+        self._lone: set[str] = set()  # whose scores are not comparable with any other's now
+        self._texts = TaskTexts(store, scope.held_out)
         self._rewards_seen = 0
         self._broken: BaseException | None = None  # what a task of ours died of
 
@@ -183,7 +193,11 @@ class ScoringRun:
                 settled[rollout_id] = candidate
         await self._record_sums(sums)
         self._settled |= settled
-        begun += self._begin_groups(to_judge, found, patient=patient)
+        named = [each for each in to_judge if not self._is_to_be_grouped(each)]
+        begun += self._begin_groups(named, found, patient=patient)
+        if len(named) < len(to_judge):
+            alike = [each for each in to_judge if self._is_to_be_grouped(each)]
+            begun += await self._begin_similar(alike, found, patient=patient)
         return bool(begun or busy)
 
     async def finish(
@@ -224,7 +238,13 @@ class ScoringRun:
                     rollout_ids=rollout_ids,
                 )
             }
-            changed = [name for name, each in candidates.items() if self._settled.get(name) != each]
+            # Of some that are named, the others of their groups are not looked at.
+            self._lone = self._find_lone(candidates) if rollout_ids is None else set()
+            changed = [
+                name
+                for name, each in candidates.items()
+                if self._settled.get(name) != each or name in self._lone
+            ]
             scorings = load_scorings(connection, changed)
             rewards = load_rewards(connection, changed)
             now = statements.server_time(connection)
@@ -251,7 +271,26 @@ class ScoringRun:
         key = (candidate.rollout_id, scorer.name)
         if not candidate.is_finished or candidate.is_consumed or key in self._under_way:
             return False
+        if isinstance(scorer, GroupJudge) and candidate.rollout_id in self._lone:
+            return True
         return key in self._again or not history.is_scored(scorer.name, candidate)
+
+    @property
+    def _judge(self) -> GroupJudge | None:
+        return next((each for each in self.scorers if isinstance(each, GroupJudge)), None)
+
+    @property
+    def _groups_similar(self) -> bool:
+        return self._judge is not None and self._judge.settings.groups == "similar"
+
+    def _is_to_be_grouped(self, candidate: ScoringCandidate) -> bool:
+        return self._groups_similar and is_ungrouped(candidate.task_id)
+
+    def _find_lone(self, candidates: Mapping[str, ScoringCandidate]) -> set[str]:
+        if not self._groups_similar:
+            return set()
+        busy = {rollout_id for rollout_id, _ in self._under_way}
+        return lone_rollouts(candidates.values()) - busy
 
     @property
     def _has_room(self) -> bool:
@@ -263,12 +302,14 @@ class ScoringRun:
         found: _Found,
         scorer: Scorer,
         work: Coroutine[Any, Any, Mapping[str, _Result]],
+        task_id: str | None = None,
     ) -> None:
+        """`task_id`: what they become attempts at, if they are scored."""
         keys = [(each.rollout_id, scorer.name) for each in candidates]
 
         async def run() -> None:
             results = await work
-            await self._record(scorer, results, found)
+            await self._record(scorer, results, found, task_id)
 
         def ended(task: asyncio.Task[None]) -> None:
             for key in keys:
@@ -298,8 +339,35 @@ class ScoringRun:
                 whole = len(group) == self.scope.group_size
                 if len(group) >= 2 and (whole or stale) and self._has_room:
                     begun += len(group)
-                    judge = next(each for each in self.scorers if isinstance(each, GroupJudge))
+                    judge = self._judge
+                    assert judge is not None
                     self._begin(group, found, judge, self._score_group(judge, group))
+        return begun
+
+    async def _begin_similar(
+        self, alike: Sequence[ScoringCandidate], found: _Found, *, patient: bool
+    ) -> int:
+        """Of those without a task; they become attempts at one when they were judged."""
+        judge = self._judge
+        assert judge is not None
+
+        def form() -> list[JudgeGroup]:
+            return similar_groups(
+                self._texts.read(alike),
+                judge.settings,
+                size=self.scope.group_size,
+                incomplete_after_s=self.scope.incomplete_after_s if patient else 0.0,
+                now=found.now,
+            )
+
+        begun = 0
+        for group in await asyncio.to_thread(form):
+            is_due = group.smaller_in_s is not None and (not patient or group.smaller_in_s == 0)
+            if is_due and self._has_room:
+                begun += len(group.rollouts)
+                members = [found.candidates[name] for name in group.rollouts]
+                work = self._score_group(judge, members)
+                self._begin(members, found, judge, work, similar_task_id(group.rollouts))
         return begun
 
     # Scoring
@@ -355,7 +423,13 @@ class ScoringRun:
         error = f"{scorer.name} gave a part named {taken[0]!r}, which is another scorer's name"
         return replace(made, result=None, error=error)
 
-    async def _record(self, scorer: Scorer, results: Mapping[str, _Result], found: _Found) -> None:
+    async def _record(
+        self,
+        scorer: Scorer,
+        results: Mapping[str, _Result],
+        found: _Found,
+        task_id: str | None,
+    ) -> None:
         outcomes: list[Scoring] = []
         rewards: list[Reward] = []
         for rollout_id, result in results.items():
@@ -365,7 +439,12 @@ class ScoringRun:
             rewards += _rewards(scorer, outcome, result, history)
         if not outcomes:
             return
-        if not await self._stored(partial(self.store.record_scorings, outcomes, rewards)):
+        if any(outcome.state == "failed" for outcome in outcomes):
+            task_id = None  # they were not compared
+        record = partial(
+            self.store.record_scorings, outcomes, rewards, task_id=task_id, replaces=SIMILAR
+        )
+        if not await self._stored(record):
             return
         for outcome in outcomes:
             if outcome.state == "failed":
@@ -484,3 +563,26 @@ def _rewards(scorer: Scorer, outcome: Scoring, result: _Result, history: _Histor
         )
         for name, value in given.items()
     ]
+
+
+def score_now(
+    store: Store,
+    settings: RewardSettings,
+    scope: ScoringScope,
+    *,
+    rollout_ids: Collection[str] | None = None,
+    again: Again = "no",
+) -> ScoringTotals:
+    """All that is due now; groups are judged smaller, where nobody completes them.
+
+    Raises:
+        FunctionUnusable: a function cannot be imported.
+        ValueError: the judge has no key.
+        StoreError: the store is no use.
+    """
+
+    async def score() -> ScoringTotals:
+        async with ScoringRun(store, settings, scope) as run:
+            return await run.finish(rollout_ids=rollout_ids, again=again)
+
+    return asyncio.run(score())

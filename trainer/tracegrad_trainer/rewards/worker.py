@@ -49,11 +49,13 @@ def is_at_work(state_dir: Path, pid: int | None, *, clock: Callable[[], float] =
 def scope_of(resolved: dict[str, Any]) -> ScoringScope:
     """Of the resolved settings of a trainer, as JSON."""
     data, batches = resolved["data"], resolved["batches"]
+    promotion = resolved.get("promotion", {})
     return ScoringScope(
         tags=data["tags"],
         group_size=batches["group_size"],
         incomplete_after_s=data["incomplete_after_s"],
         seed=resolved["seed"],
+        held_out=promotion["tags"] if promotion.get("gate") == "held_out" else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad.events import Json
-from tracegrad_trainer.batches import RoutingLayout
+from tracegrad_trainer.batches import PackingRule, RoutingLayout
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import Learner, OptimSettings, build_sharded
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.model import memory, router_replay
-from tracegrad_trainer.engine.model.context_trial import check_context_parallel
+from tracegrad_trainer.engine.model.context_trial import check_context_parallel, sharing_ranks
 from tracegrad_trainer.engine.model.reference import build_reference
 from tracegrad_trainer.losses.logprob_gap import precision_of
 
@@ -28,15 +29,16 @@ def build_learner(
     optim: OptimSettings | None = None,
     *,
     adamw: AdamwImplementation = ADAMW,
-    parity: float | None = None,
+    packing: PackingRule | None = None,
 ) -> Learner:
-    """On all ranks; as it is before its first step. `optim` instead of the settings' own.
+    """On all ranks; as it is before its first step. `optim` instead of the settings' own, `packing`
+    of a step that was recorded.
 
     Raises:
         ValueError: there is no such model, or it cannot be trained with these settings.
     """
     values = "value" in settings.objective.needs
-    context = ContextParallel.of(mesh, settings.fsdp.context_parallel)
+    context = ContextParallel.of(mesh, settings.fsdp.context_ranks)
     model = build_sharded(settings.model, mesh, settings.fsdp, values=values)
     if context is not None:
         check_context_parallel(model, context, compute_device(mesh))
@@ -45,6 +47,12 @@ def build_learner(
         reference = build_reference(settings.reference_folder, mesh, settings.fsdp)
         if context is not None:
             check_context_parallel(reference, context, compute_device(mesh))
+    sharing = None
+    if settings.fsdp.context_parallel == "auto":
+        models = [model] if reference is None else [model, reference]
+        sharing = sharing_ranks(models, mesh, settings.fsdp, packing.group if packing else None)
+    elif packing is not None:
+        packing = replace(packing, group=1)
     return Learner(
         model,
         mesh,
@@ -52,9 +60,10 @@ def build_learner(
         optim or settings.optim,
         reshard=settings.fsdp.reshard,
         context=context,
+        sharing=sharing,
         reference=reference,
         adamw=adamw,
-        parity=parity,
+        packing=packing,
         serving=precision_of(settings.vllm.serving_dtype),
     )
 

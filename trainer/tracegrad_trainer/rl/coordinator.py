@@ -32,8 +32,7 @@ from tracegrad.store import (
 )
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.read.versions import VersionRecord
-from tracegrad_trainer.batches import TrainingSelection, select
-from tracegrad_trainer.batches.packing import ATTENTION_PARITY
+from tracegrad_trainer.batches import PackingRule, TrainingSelection, select
 from tracegrad_trainer.batches.version_scale import SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_manifest
@@ -307,10 +306,10 @@ class Coordinator:
         metrics: Json,
         dropped_rows: Collection[int],
         weights: int,
-        parity: float = ATTENTION_PARITY,
+        packing: PackingRule | None = None,
     ) -> StepCommit:
         """The step as the ledger is to have it, less what is known of its checkpoint later.
-        `weights`: of which step it began with. `parity`: as its rows were packed."""
+        `weights`: of which step it began with. `packing`: as its rows were."""
         selection = batch.selection.without_rows(dropped_rows, "non_finite")
         inputs = StepInputs.of(
             batch.groups,
@@ -322,7 +321,7 @@ class Coordinator:
             memory_before=batch.memory_before,
             dropped_rows=sorted(dropped_rows),
             weights=weights,
-            parity=parity,
+            packing=packing,
         )
         made = StepRecord(
             step=step,

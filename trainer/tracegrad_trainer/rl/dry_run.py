@@ -20,13 +20,17 @@ from tracegrad.store.expressions import training_state
 from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
-from tracegrad_trainer.batches import MicroBatch, TrainingSelection, pack, select
+from tracegrad_trainer.batches import MicroBatch, Row, TrainingSelection, pack, select, shares_rows
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
-from tracegrad_trainer.engine.flops import attention_parity
-from tracegrad_trainer.engine.model.memory import meta_model
+from tracegrad_trainer.engine.distributed import pick_device
+from tracegrad_trainer.engine.flops import packing_rule
+from tracegrad_trainer.engine.model.context_trial import sharing_group
+from tracegrad_trainer.engine.model.parallelize import prepare_model
+from tracegrad_trainer.engine.model.sharded_load import empty_model
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
+from tracegrad_trainer.rewards.judge_groups import JudgeGroup, groups_to_judge
 from tracegrad_trainer.rl.build_learner import engine_routing_layout, folder_vocab_size
 from tracegrad_trainer.rl.coordinator import (
     MAX_REFILLS,
@@ -71,6 +75,7 @@ class StepPlan:
     step: int
     version: int  # of the weights before it
     wanted: int  # groups
+    rule: str  # objective.advantage: what rollouts are compared with
     groups: list[GroupPlan]
     more: int  # groups that are ready beyond those looked at
     trained: int  # turns
@@ -91,6 +96,9 @@ class StepPlan:
     titles: dict[str, str]  # of the waiting tasks, by id
     live_prompts: int | None  # that would be sampled again; None: none are (`resample.prompts`)
     not_resampled: dict[str, int]  # reason -> rollouts
+    judge_groups: list[JudgeGroup] | None  # not judged yet; None: none are (`rewards.judge.groups`)
+    not_judged: int  # rollouts that do not say what they were asked
+    uses: dict[str, list[str]]  # setting -> rollouts that it would use now
 
     @property
     def tokens(self) -> int:
@@ -115,6 +123,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     )
     failed = store.failed_versions()
     live, not_resampled = _live_prompts(settings, store)
+    judge_groups, not_judged = _judge_groups(settings, store)
 
     def choose(groups: Sequence[Group]) -> TrainingSelection:
         return select(
@@ -138,20 +147,19 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         left = left[len(groups) :]
         selection = choose(groups)
     titles = _titles(store, groups, peek.incomplete)
-    ranks = max(1, settings.ranks // settings.fsdp.context_parallel)
-    parity = attention_parity(meta_model(settings.model))
-    packed = pack(selection.rows, ranks=ranks, budget=batches.tokens_per_micro_batch, parity=parity)
+    packed, budget = _packed(selection.rows, settings)
     return StepPlan(
         step=point.step + 1,
         version=point.version,
         wanted=batches.groups,
+        rule=settings.objective.advantage,
         groups=[_group(group, selection, titles[group.group_id]) for group in groups],
         more=len(left) + peek.more,
         trained=len(selection.trained),
         skipped=dict(Counter(selection.skipped.values())),
         passed=dict(passed),
-        loads=_loads(packed, batches.tokens_per_micro_batch) if selection.trained else [],
-        budget=batches.tokens_per_micro_batch,
+        loads=_loads(packed, budget) if selection.trained else [],
+        budget=budget,
         stats=selection.stats,
         share=settings.step_share(selection.stats["groups_trained"]),
         waiting=peek.incomplete,
@@ -165,17 +173,53 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         scoring_failures=_scoring_failures(settings, store),
         compares_states=settings.objective.advantage == "gigpo",
         titles={task.task_id: titles[task.task_id] for task in peek.incomplete},
-        live_prompts=live,
+        live_prompts=None if live is None else len(live),
         not_resampled=not_resampled,
+        judge_groups=judge_groups,
+        not_judged=not_judged,
+        uses=_uses(groups, judge_groups, live),
     )
 
 
-def _live_prompts(settings: TrainerSettings, store: Store) -> tuple[int | None, dict[str, int]]:
+def _live_prompts(
+    settings: TrainerSettings, store: Store
+) -> tuple[list[str] | None, dict[str, int]]:
     if settings.resample.prompts == "none":
         return None, {}
     held_out = settings.promotion.held_out
-    found, reasons = LivePrompts(store, settings.resample, held_out).count()
+    found, reasons = LivePrompts(store, settings.resample, held_out).usable()
     return found, dict(reasons)
+
+
+def _judge_groups(settings: TrainerSettings, store: Store) -> tuple[list[JudgeGroup] | None, int]:
+    judge = settings.rewards.judge
+    if judge is None or judge.groups == "task":
+        return None, 0
+    return groups_to_judge(
+        store,
+        judge,
+        tags=settings.data.tags,
+        size=settings.batches.group_size,
+        incomplete_after_s=settings.data.incomplete_after_s,
+        held_out=settings.promotion.held_out,
+    )
+
+
+def _uses(
+    groups: Sequence[Group], to_judge: Sequence[JudgeGroup] | None, live: Sequence[str] | None
+) -> dict[str, list[str]]:
+    """Which rule would use which rollout, of those that one would use now."""
+    found = {
+        "objective.advantage": [one.rollout_id for group in groups for one in group.rollouts],
+        "rewards.judge.groups": [
+            name
+            for group in to_judge or ()
+            if group.smaller_in_s is not None
+            for name in group.rollouts
+        ],
+        "resample.prompts": list(live or ()),
+    }
+    return {rule: rollouts for rule, rollouts in found.items() if rollouts}
 
 
 def _scoring_failures(settings: TrainerSettings, store: Store) -> list[ScoringFailure]:
@@ -250,6 +294,20 @@ def _group(group: Group, selection: TrainingSelection, title: str) -> GroupPlan:
         rows=len(rows),
         tokens=sum(len(row) for row in rows),
     )
+
+
+def _packed(rows: Sequence[Row], settings: TrainerSettings) -> tuple[list[list[MicroBatch]], int]:
+    """As the ranks have it, of a group of them what all of it has; and the budget of each."""
+    fsdp, budget = settings.fsdp, settings.batches.tokens_per_micro_batch
+    model = prepare_model(empty_model(settings.model), fsdp)
+    ranks, group = settings.ranks, fsdp.context_ranks
+    rule = packing_rule(model)
+    if fsdp.context_parallel == "auto":
+        size = sharing_group([model], fsdp, pick_device(fsdp), ranks)
+        rule = packing_rule(model, size)
+        if shares_rows([rows], ranks=ranks, budget=budget, rule=rule):
+            group, budget = size, size * budget
+    return pack(rows, ranks=max(1, ranks // group), budget=budget, rule=rule), budget
 
 
 def _loads(packed: Sequence[Sequence[MicroBatch]], budget: int) -> list[MicroBatchLoad]:

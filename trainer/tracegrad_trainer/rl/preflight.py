@@ -24,6 +24,7 @@ from tracegrad_trainer.engine.model.context_trial import check_heads
 from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.model.reference import reference_layout
 from tracegrad_trainer.engine.model.sharded_load import empty_model
+from tracegrad_trainer.inference.m2n_push import m2n_missing
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
@@ -65,9 +66,11 @@ def check_memory(
         ValueError: they do not, or the model embeds fewer tokens than `vocabulary`.
     """
     world = int(os.environ.get("WORLD_SIZE", settings.ranks))
-    if problem := not_divisible(world, "context_parallel", settings.fsdp.context_parallel):
+    if problem := not_divisible(world, "context_parallel", settings.fsdp.context_ranks):
         raise ValueError(problem)
     check_replicas(world, settings.fsdp.replicas)
+    if settings.push.transport == "nccl_m2n" and (lacks := m2n_missing()):
+        raise ValueError(f"push.transport = 'nccl_m2n' needs {lacks}; set push.transport = 'nccl'")
     check_layout(settings)
     memory.check_fits_memory(
         settings.model,
@@ -95,8 +98,8 @@ def check_layout(settings: TrainerSettings) -> None:
     for folder, fsdp in laid_out:
         attention = choose_attention(fsdp, pick_device(fsdp))
         model = prepare_model(empty_model(folder, attention), fsdp)
-        if fsdp.context_parallel > 1:
-            check_heads(model, fsdp.context_parallel)
+        if fsdp.context_ranks > 1:
+            check_heads(model, fsdp.context_ranks)
 
 
 def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:

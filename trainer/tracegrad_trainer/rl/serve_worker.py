@@ -151,7 +151,10 @@ class ServeWorker:
         training.report_stage("pushing")
         if training.trained_rows:
             self._record("pushing", {})
-        published = self.publisher.publish(training.version, training.trained_rows)
+        tried = run_on_rank_zero(self._is_candidate)
+        published = self.publisher.publish(
+            training.version, training.trained_rows, as_candidate=tried
+        )
         error, lost = run_on_rank_zero(lambda: self._record_push_result(published))
         training.watch.lap("push")
         run_on_rank_zero(self._check_control)
@@ -185,7 +188,7 @@ class ServeWorker:
         assert self.control is not None
         assert self.publisher.pusher is not None
         training, weights = self.training, self.training.pending.last
-        if self.publisher.pusher.version != training.version:
+        if self.publisher.pusher.newest.version != training.version:
             return  # its push failed
         self.control.was_served(
             training.version,
@@ -198,6 +201,10 @@ class ServeWorker:
         """Rank 0."""
         if self.control is not None:
             self.control.act_before_start()
+
+    def _is_candidate(self) -> bool:
+        """Rank 0."""
+        return self.control is not None and self.control.is_candidate(self.training.pending.last)
 
     def _check_control(self) -> None:
         """Rank 0."""

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from tracegrad.store import Group
+from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation
 
@@ -47,7 +48,13 @@ class StepInputs(BaseModel):
     weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
     torch: str | None = None  # version: another one may round otherwise
     adamw: AdamwImplementation = "foreach"  # as of all steps that do not say it
-    parity: float = ATTENTION_PARITY  # by which rows were packed; likewise
+    parity: float = ATTENTION_PARITY  # of steps without `packing`, and of all before there was one
+    packing: PackingRule | None = None
+
+    @property
+    def packing_rule(self) -> PackingRule:
+        """By which its rows were packed."""
+        return self.packing or PackingRule(self.parity, aligned=False)
 
     @classmethod
     def of(cls, groups: Sequence[Group], **others: Any) -> StepInputs:

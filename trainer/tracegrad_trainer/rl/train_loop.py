@@ -239,7 +239,7 @@ class TrainLoop:
             metrics=done.metrics | self._speed(done) | {"seconds": self.watch.take()},
             dropped_rows=done.dropped,
             weights=self.pending.last,
-            parity=self.learner.engine.attention_parity,
+            packing=self.learner.engine.packing,
         )
         return PendingStep(self.step, made, without_turns(self.batch.groups))
 

@@ -40,6 +40,7 @@ class BatchNeeds:
     over_sample: OverSample = NO_OVER_SAMPLE
     composed: bool = False  # the reward is a sum of parts that scorers give
     held_out: Mapping[str, str] | None = None
+    judges_similar: bool = False  # rollouts without a task are grouped (rewards.judge.groups)
 
     @classmethod
     def of(cls, resolved: Json, url: str | None) -> BatchNeeds:
@@ -59,6 +60,8 @@ class BatchNeeds:
             ),
             composed=any(resolved.get("rewards", {}).get(name) for name in COMPOSING),
             held_out=promotion["tags"] if promotion.get("gate") == "held_out" else None,
+            judges_similar=(resolved.get("rewards", {}).get("judge") or {}).get("groups")
+            == "similar",
         )
 
 
@@ -131,7 +134,8 @@ def _parts(
         if not (needs.composed and name in _UNREWARDED)
     ]
     unsummed = sum(states.get(name, 0) for name in _UNREWARDED) if needs.composed else 0
-    parts.append(("unscored", unsummed, _unscored(unsummed)))
+    alike = _judged_alike(needs.incomplete_after_s) if needs.judges_similar else ""
+    parts.append(("unscored", unsummed, _unscored(unsummed) + alike))
     failed = states.get("scoring_failed", 0)
     parts.append(("scoring_failed", failed, _scoring_failed(failed, found.scoring_failures)))
     for outcome, count in found.unscored.items():
@@ -146,6 +150,7 @@ _STATES: Mapping[str, Callable[[str], str]] = {
     "no_reward": lambda n: f"{n} ended without a reward",
     "named_reward": lambda n: f'{n} with other rewards than the main one, named "reward"',
     "no_turns": lambda n: f"{n} ended without a recorded call",
+    "held_out": lambda n: f"{n} held out, which are never trained",
 }
 
 
@@ -157,6 +162,13 @@ def _unscored(rollouts: int) -> str:
         f"{format_count(rollouts, 'rollout')} ended, and lack"
         f"{'s' if rollouts == 1 else ''} a part of the reward (scorers that are not done, or a part"
         " that somebody is to give)"
+    )
+
+
+def _judged_alike(incomplete_after_s: float) -> str:
+    return (
+        "; those without a task are judged with similar ones when their group is whole, or after"
+        f" {incomplete_after_s:g} s (`trainer step --dry-run` shows the groups)"
     )
 
 

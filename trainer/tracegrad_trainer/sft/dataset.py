@@ -15,6 +15,7 @@ from itertools import pairwise
 from tracegrad.events import Outcome, Turn
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
+from tracegrad.store.types import HELD_OUT
 from tracegrad.transfer.chat_conversations import NO_TOKENS
 from tracegrad_trainer.batches.filters import SAMPLING_REASONS, apply_predicate
 from tracegrad_trainer.sft.tokenize import ReplyTokenizer, tokenize_replies
@@ -62,7 +63,8 @@ def choose_examples(
     mask_errors: bool = False,
     mask: str | None = None,
 ) -> ChosenExamples:
-    """Rollouts that match and have ended; failures that are not the policy's are nobody's example.
+    """Rollouts that match and have ended; failures that are not the policy's are nobody's example,
+    nor are held-out rollouts, unless `wanted` asks for them.
 
     Args:
         writer: asked once there is text, to make tokens of it; None: text is left out.
@@ -81,7 +83,8 @@ def choose_examples(
     made: ReplyTokenizer | None = None
     for copy in iter_rollouts(store, wanted):
         found += 1
-        if (why := _unfit(copy, compared=compared)) is not None:
+        why = HELD_OUT if copy.held_out and not wanted.held_out else _unfit(copy, compared=compared)
+        if why is not None:
             reasons[f"rollouts: {why}"] += 1
             continue
         if made is None and writer is not None and any(_is_text(turn) for turn in copy.turns):

@@ -11,13 +11,13 @@ import typer
 from humanize import naturalsize
 
 from tracegrad.cli.render.console import clear_progress, show_progress
-from tracegrad.cli.store_option import JsonOption, fail
+from tracegrad.cli.store_option import USAGE_ERROR, JsonOption, fail
 from tracegrad.events import Json
 from tracegrad.store import Store
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.read.rollouts import resolve_rollout
 
-PARTLY_DONE, USAGE_ERROR = 1, 2
+PARTLY_DONE = 1
 
 T = TypeVar("T")
 

@@ -10,7 +10,6 @@ from humanize import naturalsize
 from pydantic import ByteSize, TypeAdapter
 
 from tracegrad.cli.commands.destructive import (
-    USAGE_ERROR,
     RemovalOptions,
     RolloutOption,
     print_reclaimed,
@@ -18,7 +17,7 @@ from tracegrad.cli.commands.destructive import (
     with_progress,
 )
 from tracegrad.cli.options import parse_time, rollout_filter, with_options
-from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
+from tracegrad.cli.store_option import USAGE_ERROR, StoreOption, fail, open_store, print_json
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.maintenance import (
     PrunePreview,

@@ -12,7 +12,6 @@ import typer
 
 from tracegrad.cli.commands.destructive import (
     PARTLY_DONE,
-    USAGE_ERROR,
     RemovalOptions,
     RolloutOption,
     print_reclaimed,
@@ -20,7 +19,7 @@ from tracegrad.cli.commands.destructive import (
     with_progress,
 )
 from tracegrad.cli.options import rollout_filter, with_options
-from tracegrad.cli.store_option import StoreOption, fail, open_store, print_json
+from tracegrad.cli.store_option import USAGE_ERROR, StoreOption, fail, open_store, print_json
 from tracegrad.events import Event, Json
 from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.capture.redaction import (

@@ -1,56 +1,105 @@
-"""`tracegrad run`: a command becomes a rollout, or a group of them."""
+"""`tracegrad run`: a command becomes a rollout or a group of them; a task file, a run."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
-import signal
-import sys
-import time
-from collections.abc import Sequence
-from dataclasses import asdict
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from tracegrad import exporter
 from tracegrad.call_check import question
-from tracegrad.cli.commands.destructive import USAGE_ERROR
 from tracegrad.cli.commands.score import NO_PROXY
-from tracegrad.cli.store_option import JsonOption, fail, print_json
+from tracegrad.cli.run_invocation import RunInvocation
+from tracegrad.cli.store_option import USAGE_ERROR, JsonOption, fail
 from tracegrad.context import proxy_url
-from tracegrad.intake_client import intake
-from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH
-from tracegrad.runner.attempt import Attempt, RewardSource, RunSpec, run_group
+from tracegrad.runner.agent_install import InstallFailed
+from tracegrad.runner.agent_launcher import AgentLauncher
+from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
+from tracegrad.runner.run_record import new_run_folder
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
+from tracegrad.runner.sandbox_backend import (
+    ContainerOptions,
+    check_docker,
+    filled,
+    sandbox_backend,
+)
+from tracegrad.runner.stage_limits import StageTimeouts
+from tracegrad.runner.task import RewardSource, Task
+from tracegrad.runner.task_files import TaskDefaults, TaskFileError, load_tasks
+from tracegrad.runner.task_run import RunSettings
 from tracegrad.transport import ProxyRefused, ProxyUnreachable, post_json
 
-TIMED_OUT, NOT_FOUND, INTERRUPTED = 124, 127, 130
+_FILE_CONCURRENCY, _FILE_RETRIES, _FILE_HEARTBEAT_S = 8, 2, 1800.0
+_COMMAND_KEY = "tracegrad.run.command"
+
+
+class RunCommand(TyperCommand):
+    """What stands behind -- is the agent's command, whatever it looks like."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            args, ctx.meta[_COMMAND_KEY] = args[:at], args[at + 1 :]
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- CMD...]"]
 
 
 def run_command(
-    command: Annotated[
-        list[str], typer.Argument(metavar="CMD...", help="The agent's command, behind --.")
-    ],
-    attempts: Annotated[
-        int, typer.Option("-n", "--attempts", min=1, help="Rollouts of it: one group.")
-    ] = 1,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Side by side, at most; default: all.")
+    ctx: typer.Context,
+    tasks: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="TASKS",
+            show_default=False,
+            help="A file with a task a line (JSON), a Harbor task's folder, or a folder of those; "
+            "with --agent also a prompt.",
+        ),
     ] = None,
+    attempts: Annotated[
+        int, typer.Option("-n", "--attempts", min=1, help="Rollouts of each task: one group.")
+    ] = 1,
+    over_sample: Annotated[
+        int, typer.Option(min=0, help="Attempts beyond them; the slowest are cut.")
+    ] = 0,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Agents side by side, at most; default: 8, of a command all."),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="How often each task is a group.")] = 1,
+    held_out: Annotated[
+        bool, typer.Option("--eval", help="Held-out rollouts: never trained, and never waiting.")
+    ] = False,
     task: Annotated[
-        str | None, typer.Option(help="The task's id; else a hash of the command.")
+        str | None, typer.Option(help="A command's task id; else a hash of the command.")
     ] = None,
     agent: Annotated[
-        str | None, typer.Option(help="The agent's name; else the command's first word.")
+        str | None,
+        typer.Option(
+            help="Whose recipe is run (`tracegrad agents`); of a command its name, else its first "
+            "word."
+        ),
     ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="What the agent of a recipe is asked.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(metavar="NAME", help="The model that an agent of a recipe asks for.")
+    ] = "policy",
     tag: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="Seconds of each attempt.")
+        float | None, typer.Option(min=0, metavar="S", help="Seconds of each agent.")
     ] = None,
     reward: Annotated[
         str | None,
@@ -68,12 +117,80 @@ def run_command(
             exists=True, file_okay=False, help="Each attempt runs in a copy of this folder."
         ),
     ] = None,
-    logs: Annotated[Path, typer.Option(help="A folder for what is printed.")] = Path(
+    image: Annotated[
+        str | None, typer.Option(help="Each attempt runs in a container of this Docker image.")
+    ] = None,
+    build: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="The same; built from a Dockerfile here."),
+    ] = None,
+    cpus: Annotated[float | None, typer.Option(min=0.01, help="Of each container.")] = None,
+    memory: Annotated[
+        int | None, typer.Option(min=6, metavar="MIB", help="Of each sandbox.")
+    ] = None,
+    pids: Annotated[
+        int | None, typer.Option(min=1, help="Processes and threads in each container.")
+    ] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="UID:GID", help="Who runs commands in containers.")
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Containers can write to /tmp and their folder.")
+    ] = False,
+    mirror: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="A package mirror that containers reach, too."),
+    ] = None,
+    warm: Annotated[
+        int, typer.Option(min=0, help="Containers of each kind that are started ahead.")
+    ] = 2,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Sandboxes on the hosts of this Ray cluster, of which this machine is one: auto,"
+            " or host:port.",
+        ),
+    ] = None,
+    ray_resource: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=AMOUNT",
+            help="Of each sandbox, by Ray's names; may be repeated. Default: CPU=1.",
+        ),
+    ] = None,
+    retries: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Replacements for each attempt that failed by no doing of the agent; default: 2, "
+            "of a command none.",
+        ),
+    ] = None,
+    heartbeat: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Ends agents that print nothing and finish no LLM call for so long; 0: none; "
+            "default: 1800, of a command none.",
+        ),
+    ] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=0, metavar="S", help="Seconds of each sandbox's start.")
+    ] = 600.0,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="Go on with the run that has this folder of logs."
+        ),
+    ] = None,
+    logs: Annotated[Path, typer.Option(help="A folder for runs' records and output.")] = Path(
         ".tracegrad/run"
     ),
     as_json: JsonOption = False,
 ) -> None:
-    """Run any command as a rollout, or as a group of them.
+    """Run a command, or the tasks of a file, as rollouts.
 
     Its LLM calls lead to the proxy at $TRACEGRAD_URL: OPENAI_BASE_URL, ANTHROPIC_BASE_URL and the
     like, and keys, are in its environment. How it ends is the rollout's outcome. Waits for the
@@ -82,29 +199,137 @@ def run_command(
     if reward_from not in ("exit_code", "last_line"):
         fail(f"--reward-from: {reward_from!r} is not exit_code or last_line", USAGE_ERROR)
     source: RewardSource = "last_line" if reward_from == "last_line" else "exit_code"
-    spec = RunSpec(
-        command=tuple(command),
-        task_id=task or _command_hash(command),
-        agent=agent or Path(command[0]).name,
-        tags=_tags(tag or []),
+    command = tuple(ctx.meta.get(_COMMAND_KEY, ()))
+    if prompt is None and agent is not None and not command and _is_prompt(tasks):
+        tasks, prompt = None, str(tasks)
+    defaults = TaskDefaults(
+        command=command or None,
+        agent=agent,
         timeout_s=timeout,
         reward=reward,
         reward_source=source,
         workspace=workspace,
-        logs=private_folder(logs / time.strftime("%Y-%m-%dT%H-%M-%S")),
+        image=image,
+        tags=_tags(tag or []),
     )
+    containers = SandboxSpec(
+        image=image,
+        build=build,
+        cpus=cpus,
+        memory_mb=memory,
+        pids=pids,
+        user=user,
+        read_only=read_only,
+        mirror=mirror,
+    )
+    of_file = tasks is not None
+    found: Sequence[Task] = (
+        [_one_task(defaults, task, prompt)] if tasks is None else _loaded(tasks, defaults)
+    )
+    found = _contained(found, containers)
+    silent_s = (_FILE_HEARTBEAT_S if of_file else None) if heartbeat is None else heartbeat
+    asked = RunSettings(
+        attempts=attempts,
+        over_sample=over_sample,
+        concurrency=concurrency or (_FILE_CONCURRENCY if of_file else attempts + over_sample),
+        epochs=epochs,
+        retries=retries if retries is not None else _FILE_RETRIES if of_file else 0,
+        held_out=held_out,
+        timeouts=StageTimeouts(
+            # On Ray a start may wait for a host: what comes after that is bounded there.
+            start_s=(start_timeout or None) if ray is None else None,
+            silent_s=silent_s or None,
+        ),
+    )
+    resources = _amounts(ray_resource or [], ray)
     _check_proxy()
-    done = _Finished(alone=attempts == 1, total=attempts, as_json=as_json)
+    with AgentLauncher(model=model) as launcher:
+        found = _with_agents(found, launcher)
+        backend = (
+            _backend(found, launcher, warm, of_file=of_file)
+            if ray is None
+            else _ray_backend(found, ray, resources, start_timeout or None, asked.concurrency)
+        )
+        folder = resume or _new_folder(logs)
+        invocation = RunInvocation(
+            found, asked, folder, resume is not None, of_file, as_json, launcher, backend
+        )
+        raise typer.Exit(invocation.run())
+
+
+def _new_folder(logs: Path) -> Path:
     try:
-        asyncio.run(_run(spec, attempts, concurrency or attempts, done))
-    except asyncio.CancelledError:
-        pass
-    finally:
-        exporter.flush()
-    raise typer.Exit(done.exit_code())
+        return new_run_folder(logs)
+    except OSError as error:
+        fail(f"--logs: {error}", USAGE_ERROR)
 
 
-def _command_hash(command: Sequence[str]) -> str:
+def _is_prompt(given: Path | None) -> bool:
+    """What is no path, and more than one word."""
+    return given is not None and not os.path.exists(given) and len(str(given).split()) > 1
+
+
+def _with_agents(tasks: Sequence[Task], launcher: AgentLauncher) -> list[Task]:
+    """With the programs of their agents there."""
+    try:
+        found = [launcher.add(task, begins=_say_install) for task in tasks]
+    except (ValueError, InstallFailed) as error:
+        fail(str(error), USAGE_ERROR)
+    for recipe in launcher.own_recipes:
+        typer.echo(f"tracegrad: {recipe.name}: {recipe.path}", err=True)
+    return found
+
+
+def _say_install(what: str) -> None:
+    typer.echo(f"tracegrad: installing {what}, once", err=True)
+
+
+def _loaded(path: Path, defaults: TaskDefaults) -> list[Task]:
+    if not os.path.exists(path):
+        fail(
+            f"TASKS: there is no {path}; put -- before a command, and --prompt before what an"
+            " agent is asked",
+            USAGE_ERROR,
+        )
+    try:
+        return load_tasks(path, defaults)
+    except TaskFileError as error:
+        fail(str(error), USAGE_ERROR)
+
+
+def _one_task(defaults: TaskDefaults, task_id: str | None, prompt: str | None) -> Task:
+    command, agent = defaults.command, defaults.agent
+    if command is None and (agent is None or prompt is None):
+        fail(
+            "CMD: there is none; give one behind --, --agent NAME and a prompt, or a file of tasks",
+            USAGE_ERROR,
+        )
+    return Task(
+        id=task_id or _hash(command or ("--agent", str(agent), str(prompt))),
+        command=command,
+        prompt=prompt,
+        agent=agent or Path((command or ("",))[0]).name,
+        sandbox=SandboxSpec(workspace=defaults.workspace),
+        tags=defaults.tags or {},
+        timeout_s=defaults.timeout_s,
+        reward=defaults.reward,
+        reward_source=defaults.reward_source or "exit_code",
+    )
+
+
+def _contained(tasks: Sequence[Task], asked: SandboxSpec) -> list[Task]:
+    """Where they say nothing of their sandbox themselves, as the options do."""
+    if asked.image is not None and asked.build is not None:
+        fail("--build: there is --image, too; give one of them", USAGE_ERROR)
+    try:
+        found = [replace(task, sandbox=filled(task.sandbox, asked)) for task in tasks]
+        check_docker(task.sandbox for task in found)
+    except ValueError as error:
+        fail(str(error), USAGE_ERROR)
+    return found
+
+
+def _hash(command: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps([*command]).encode()).hexdigest()[:16]
 
 
@@ -118,6 +343,55 @@ def _tags(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _amounts(given: Sequence[str], ray: str | None) -> dict[str, float]:
+    if given and ray is None:
+        fail("--ray-resource: there is no --ray", USAGE_ERROR)
+    found = {}
+    for each in given:
+        name, equals, amount = each.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            equals = ""
+        if not equals or not name or not 0 <= found[name] < math.inf:
+            fail(f"--ray-resource: {each!r} is not NAME=AMOUNT", USAGE_ERROR)
+    return found
+
+
+def _backend(
+    tasks: Sequence[Task], launcher: AgentLauncher, warm: int, *, of_file: bool
+) -> SandboxBackend:
+    return sandbox_backend(
+        [task.sandbox for task in tasks],
+        proxy=proxy_url(),
+        options=ContainerOptions(warm=warm, layer=launcher.layer),
+        shared=None if of_file else Path.cwd(),
+    )
+
+
+def _ray_backend(
+    tasks: Sequence[Task],
+    address: str,
+    resources: Mapping[str, float],
+    start_s: float | None,
+    concurrency: int,
+) -> SandboxBackend:
+    """With the cluster joined."""
+    settings = RaySettings(address=address, proxy=proxy_url(), resources=resources, start_s=start_s)
+    backend = RaySandboxes(settings)
+    try:
+        room = backend.connect([task.sandbox for task in tasks])
+    except ValueError as error:
+        fail(str(error), USAGE_ERROR)
+    if room < concurrency:
+        typer.echo(
+            f"tracegrad: the cluster has room for {room} of {concurrency} sandboxes (--concurrency)"
+            " at once; the others wait",
+            err=True,
+        )
+    return backend
+
+
 def _check_proxy() -> None:
     """Before an agent runs for nobody."""
     try:
@@ -127,65 +401,3 @@ def _check_proxy() -> None:
         fail(str(error), USAGE_ERROR)
     except ProxyUnreachable as error:
         fail(f"no proxy at {url}: {error}; start `tracegrad proxy`, or set TRACEGRAD_URL", NO_PROXY)
-
-
-async def _run(spec: RunSpec, attempts: int, concurrency: int, done: _Finished) -> None:
-    loop, running = asyncio.get_running_loop(), asyncio.current_task()
-    assert running is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, done.interrupt, running)
-    await intake(attempts)
-    echo = sys.stderr.buffer.write if done.alone else None
-    await run_group(spec, attempts, concurrency=concurrency, finished=done.add, echo=echo)
-
-
-class _Finished:
-    """Attempts as they are done, and what is said of them."""
-
-    def __init__(self, *, alone: bool, total: int, as_json: bool) -> None:
-        self.alone, self._total, self._as_json = alone, total, as_json
-        self._attempts: list[Attempt] = []
-        self._interrupted = False
-
-    def interrupt(self, running: asyncio.Task[None]) -> None:
-        """The first one: agents are ended, and their rollouts are aborted."""
-        if not self._interrupted:
-            self._interrupted = True
-            running.cancel()
-
-    def add(self, attempt: Attempt) -> None:
-        self._attempts.append(attempt)
-        if self._as_json:
-            print_json(asdict(attempt) | {"logs": str(attempt.logs)})
-        else:
-            typer.echo(describe(attempt, len(self._attempts), self._total))
-            if len(self._attempts) == self._total and not self.alone:
-                typer.echo(summary(self._attempts))
-
-    def exit_code(self) -> int:
-        """Of one attempt the command's own; of several 1 where one is not the policy's doing."""
-        if self._interrupted:
-            return INTERRUPTED
-        if not self.alone:
-            return 0 if all(one.outcome.scored for one in self._attempts) else 1
-        only = self._attempts[0]
-        if only.exit_code is None:
-            return TIMED_OUT if only.outcome in ("budget", "infra_error") else NOT_FOUND
-        return only.exit_code if only.exit_code >= 0 else 128 - only.exit_code
-
-
-def describe(attempt: Attempt, number: int, total: int) -> str:
-    """`3/8  completed  reward 1  5 calls  12.3 s  ROLLOUT`"""
-    reward = "unknown" if attempt.reward is None else f"{attempt.reward:g}"
-    calls = "calls unknown" if attempt.calls is None else f"{attempt.calls} calls"
-    parts = [f"{attempt.outcome}", f"reward {reward}", calls, f"{attempt.seconds:.1f} s"]
-    line = "  ".join([f"{number}/{total}", *parts, attempt.rollout_id])
-    return line if attempt.reason is None else f"{line}\n     {attempt.reason}"
-
-
-def summary(attempts: Sequence[Attempt]) -> str:
-    known = [one.reward for one in attempts if one.reward is not None]
-    unscored = sum(not one.outcome.scored for one in attempts)
-    mean = f"mean reward {sum(known) / len(known):.3g} of {len(known)}" if known else "no reward"
-    left = f"; {unscored} not the agent's doing, and not scored" if unscored else ""
-    return f"{len(attempts)} rollouts: {mean}{left}"

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from tracegrad.cli.commands.destructive import USAGE_ERROR
-from tracegrad.cli.store_option import JsonOption, fail, print_json
+from tracegrad.cli.store_option import USAGE_ERROR, JsonOption, fail, print_json
 from tracegrad.feedback_client import Feedback, feedback
 from tracegrad.transport import ProxyRefused, ProxyUnreachable
 

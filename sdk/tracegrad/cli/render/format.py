@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Outcome, Turn
 from tracegrad.store import RolloutSummary
+from tracegrad.store.types import HELD_OUT
 
 OUTCOME_STYLE = {
     Outcome.COMPLETED: "green",
@@ -64,5 +65,7 @@ def training_text(row: RolloutSummary) -> str:
     """The state of the rollout on its way to training, in the words of `--state` and `explain`; of
     a trained one the step."""
     if row.state == "consumed":
-        return f"step {row.consumed_step}" if row.trained_turns else "skipped"
+        if row.trained_turns:
+            return f"step {row.consumed_step}"
+        return HELD_OUT if row.held_out else "skipped"
     return row.state

@@ -99,6 +99,8 @@ def _rows(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
         yield "agent", Text(one_line(row.agent))
     if row.tags:
         yield "tags", Text(tag_text(row.tags))
+    if row.held_out:
+        yield "held out", Text("for evaluation: never trained")
     yield "outcome", _outcome(detail)
     if row.continues:
         yield "continues", Text(one_line(row.continues), style="cyan")

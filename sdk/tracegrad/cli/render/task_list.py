@@ -29,10 +29,10 @@ def render_tasks(
             drop_order=2,
         ),
         TableColumn("rollouts", lambda task: Text(f"{task.rollouts:,}"), "right"),
-        TableColumn("reward", _reward, "right"),
+        TableColumn("reward", reward_text, "right"),
         TableColumn("from", lambda task: _bound(task, min), "right", drop_order=1),
         TableColumn("to", lambda task: _bound(task, max), "right", drop_order=1),
-        TableColumn("outcomes", _outcomes, min_width=16),
+        TableColumn("outcomes", outcomes_text, min_width=16),
     ]
     return render_table(columns, rows, width)
 
@@ -57,7 +57,7 @@ def task_json(task: TaskSummary, asked: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _reward(task: TaskSummary) -> Text:
+def reward_text(task: TaskSummary) -> Text:
     text = Text("" if task.mean is None else format_number(task.mean))
     if task.deviation is None:
         return text
@@ -70,7 +70,7 @@ def _bound(task: TaskSummary, which: Any) -> Text:
     return Text(format_number(which(task.rewards)) if task.rewards else "", style="dim")
 
 
-def _outcomes(task: TaskSummary) -> Text:
+def outcomes_text(task: TaskSummary) -> Text:
     parts = []
     for name, amount in task.outcomes.most_common():
         style = "bright_blue" if name == OPEN else OUTCOME_STYLE[Outcome(name)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from cachetools import FIFOCache
 
 from tracegrad.chat import sampling_params as sampling
 from tracegrad.chat.call import Call
+from tracegrad.digests import blake2b
 from tracegrad.events import REFUSED, Event, Json, RolloutInferred, Turn, new_id
 from tracegrad.jsonutil import dump_json, encode_json
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex
@@ -355,7 +355,7 @@ def observation_of(messages: Sequence[Json]) -> str | None:
     ]
     if not observed:
         return None
-    return hashlib.blake2b(encode_json(observed[::-1]), digest_size=16).hexdigest()
+    return blake2b(encode_json(observed[::-1]), 16).hex()
 
 
 async def commit_each(recorder: Recorder, events: Sequence[Event]) -> dict[int, str]:

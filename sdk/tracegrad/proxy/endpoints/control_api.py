@@ -15,6 +15,7 @@ from starlette.responses import Response
 from tracegrad.events import (
     MAX_REWARD,
     Event,
+    Json,
     Outcome,
     Reward,
     RolloutFinished,
@@ -33,12 +34,13 @@ from tracegrad.proxy.auth.middleware import (
 )
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import EventRejected, StoreError
 from tracegrad.store.read.call_counts import CallCount
 from tracegrad.store.read.reward_arrival import RewardTarget
+from tracegrad.urls import masked
 
 # Events wait for a proxy that is away, and clocks differ. One that claims to be older than this
 # has a clock that was never set, or a mistake.
@@ -78,6 +80,7 @@ class RolloutStartedBody(_EventBody):
     agent: str | None = None
     tags: dict[str, str] = {}
     task: Any = None
+    held_out: bool = False
     opened_at: Seconds | None = None
 
     def to_event(self, _: Caller, now: float) -> Event:
@@ -180,15 +183,42 @@ class HoldRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     ttl_s: Annotated[float, Field(gt=0, le=3600)] = 120
     drain_s: Annotated[float, Field(ge=0, le=600)] = 2
+    upstream: str | None = None  # one server; left out: all
 
 
 class SetVersionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=0, lt=2**31)]
+    upstream: str | None = None
+
+
+class ReleaseRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    upstream: str | None = None
+
+
+class CanaryRequest(BaseModel):
+    """Without an `upstream` there is no canary any more."""
+
+    model_config = ConfigDict(extra="forbid")
+    upstream: str | None = None
+    share: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class InFlight(BaseModel):
     in_flight: int
+
+
+class UpstreamState(BaseModel):
+    """Of a server that has a version of its own, or is given no calls for now."""
+
+    version: int
+    held: bool
+
+
+class CanaryState(BaseModel):
+    upstream: str
+    share: float
 
 
 class GateState(BaseModel):
@@ -198,16 +228,23 @@ class GateState(BaseModel):
     waiting: int
 
 
+class UpstreamsState(GateState):
+    upstreams: dict[str, UpstreamState] = {}
+    canary: CanaryState | None = None
+
+
 class WeightPushes(Protocol):
     """The gate, of this process alone or of all workers of the proxy."""
 
-    async def hold(self, *, ttl_s: float, drain_s: float) -> int: ...
+    async def hold(self, *, ttl_s: float, drain_s: float, upstream: str | None) -> int: ...
 
-    async def set_version(self, version: int) -> None: ...
+    async def set_version(self, version: int, upstream: str | None) -> None: ...
 
-    async def release(self) -> None: ...
+    async def set_canary(self, upstream: str | None, share: float) -> None: ...
 
-    async def state(self) -> dict[str, int | bool]: ...
+    async def release(self, upstream: str | None) -> None: ...
+
+    async def state(self) -> Json: ...
 
 
 class OwnGate:
@@ -217,10 +254,13 @@ class OwnGate:
         self._gate = gate
         self.hold, self.set_version = gate.hold, gate.set_version
 
-    async def release(self) -> None:
-        self._gate.release()
+    async def release(self, upstream: str | None) -> None:
+        self._gate.release(upstream)
 
-    async def state(self) -> dict[str, int | bool]:
+    async def set_canary(self, upstream: str | None, share: float) -> None:
+        self._gate.set_canary(None if upstream is None else Canary(upstream, share))
+
+    async def state(self) -> Json:
         return self._gate.state()
 
 
@@ -273,7 +313,10 @@ async def count_calls(
     return found
 
 
-def make_control_router(recorder: Recorder, gate: WeightPushes, store: EventReader) -> APIRouter:
+def make_control_router(
+    recorder: Recorder, gate: WeightPushes, store: EventReader, upstreams: Sequence[str]
+) -> APIRouter:
+    """`upstreams`: the servers' base URLs."""
     router = APIRouter(prefix="/api")
 
     @router.post(
@@ -309,21 +352,60 @@ def make_control_router(recorder: Recorder, gate: WeightPushes, store: EventRead
     async def push() -> GateState:
         return GateState.model_validate(await gate.state())
 
+    @router.get(
+        "/push/upstreams",
+        summary="The same, with what single servers have",
+        response_model_exclude_defaults=True,
+    )
+    async def upstreams_state() -> UpstreamsState:
+        """Under the key of pushes: where the servers are is nobody else's business."""
+        return UpstreamsState.model_validate(await gate.state())
+
     @router.post("/push/hold", summary="Before a weight push: new calls wait")
     async def hold(body: HoldRequest) -> InFlight:
         """Answers when calls that come in one piece have finished, or after `drain_s`."""
-        return InFlight(in_flight=await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s))
+        known(body.upstream)
+        held = await gate.hold(ttl_s=body.ttl_s, drain_s=body.drain_s, upstream=body.upstream)
+        return InFlight(in_flight=held)
 
-    @router.post("/push/version", summary="Tokens from now on are of this policy version")
+    @router.post(
+        "/push/version",
+        summary="Tokens from now on are of this policy version",
+    )
     async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
-        await gate.set_version(body.version)
+        known(body.upstream)
+        await gate.set_version(body.version, body.upstream)
         return GateState.model_validate(await gate.state())
 
-    @router.post("/push/release", summary="Waiting calls go on, in order")
-    async def release() -> GateState:
-        await gate.release()
+    @router.post(
+        "/push/release",
+        summary="Waiting calls go on, in order",
+        response_model_exclude_defaults=True,
+    )
+    async def release(body: ReleaseRequest | None = None) -> GateState:
+        upstream = None if body is None else body.upstream
+        known(upstream)
+        await gate.release(upstream)
         return GateState.model_validate(await gate.state())
+
+    @router.post(
+        "/push/canary",
+        summary="A share of rollouts goes to one server, and no others",
+        response_model_exclude_defaults=True,
+    )
+    async def canary(body: CanaryRequest) -> GateState:
+        """Each rollout by its name, for as long as its server takes calls."""
+        known(body.upstream)
+        await gate.set_canary(body.upstream, body.share)
+        return GateState.model_validate(await gate.state())
+
+    def known(upstream: str | None) -> None:
+        if upstream is not None and upstream not in upstreams:
+            raise BadRequest(
+                f"upstream: {masked(upstream)} is none of this proxy's servers; name one as"
+                f" `--upstream` does: {', '.join(map(masked, upstreams))}"
+            )
 
     return router
 

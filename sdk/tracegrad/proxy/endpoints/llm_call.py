@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from urllib.parse import parse_qsl
 
 from starlette.responses import Response
@@ -356,7 +357,7 @@ class LlmCallEndpoint:
             body=body,
             headers=context.headers,
             sticky=context.plan.rollout_id,
-            on_sent=context.timing.sent,
+            on_sent=partial(_was_sent, context),
         ) as engine:
             if engine.status == 200:
                 context.timing.answered()
@@ -392,6 +393,11 @@ class LlmCallEndpoint:
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
+
+
+def _was_sent(context: CallContext, upstream: str) -> None:
+    context.timing.sent()
+    context.admission.sent_to(upstream)
 
 
 async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResponse:
@@ -432,7 +438,7 @@ class _Relay:
     async def run(self, engine: UpstreamResponse) -> ApiError | None:
         """Returns what broke the stream, if anything did."""
         try:
-            await engine.deliver(self._consume, self._drained)
+            await engine.deliver(self._consume, self._drained, self._pass_frames)
         except ApiError as error:
             if error is not self._stream.error and not self._stream.done:
                 return error
@@ -457,6 +463,13 @@ class _Relay:
         if self._stream.error is not None:
             raise self._stream.error
         return behind
+
+    def _pass_frames(self, data: bytes) -> bool | None:
+        """None: `_consume` is to have it."""
+        if self._first:
+            return None
+        frames = self._stream.pass_frames(data)
+        return None if frames is None else self._response.write_frames(frames)
 
     async def _drained(self) -> None:
         self._admission.blocked = True

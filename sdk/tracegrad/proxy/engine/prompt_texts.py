@@ -7,9 +7,9 @@ ids by their text takes a tenth of the time that reading them takes.
 
 from __future__ import annotations
 
-import threading
 from array import array
-from collections import OrderedDict
+
+from tracegrad.sized_cache import SizedCache
 
 MOST_BYTES = 16 << 20  # of texts and ids, about 200 prompts of 8k tokens
 LARGEST_BYTES = MOST_BYTES // 8  # of one
@@ -20,34 +20,21 @@ class PromptTexts:
     """Safe to use from many threads. The arrays are shared: nobody may change them."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, array[int]] = OrderedDict()
-        self.size = 0  # bytes
+        self._known: SizedCache[array[int]] = SizedCache(
+            most_bytes, smallest=SMALLEST_BYTES, largest=LARGEST_BYTES
+        )
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self._known.size
 
     def get(self, text: bytes) -> array[int] | None:
         """`text` is a JSON array of integers without spaces."""
-        with self._lock:
-            ids = self._known.get(text)
-            if ids is not None:
-                self._known.move_to_end(text)
-            return ids
+        return self._known.get(text)
 
     def add(self, text: bytes, ids: array[int]) -> None:
-        size = _size(text, ids)
-        if len(text) < SMALLEST_BYTES or size > LARGEST_BYTES:
-            return
-        with self._lock:
-            if text in self._known:
-                return
-            self._known[text] = ids
-            self.size += size
-            while self.size > self._most_bytes:
-                self.size -= _size(*self._known.popitem(last=False))
-
-
-def _size(text: bytes, ids: array[int]) -> int:
-    return len(text) + len(ids) * ids.itemsize
+        self._known.add(text, ids, len(ids) * ids.itemsize)
 
 
 # Of this process: its engines tokenize alike, and a text stands for the same ids everywhere.

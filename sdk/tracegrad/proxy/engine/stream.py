@@ -122,17 +122,29 @@ class EngineStream:
         assert reader is not None
         if self._events.rest or self.error is not None:
             return data
-        version = self._stamp()
-        if version != self._pending_version or len(reader.token_ids) >= MOST_PENDING:
-            self._settle()
-            self._pending_version = version
+        self._stamp_pending(reader)
         read = reader.read(data, out)
         return data[read:] if read < len(data) else b""
+
+    def pass_frames(self, data: bytes) -> bytes | None:
+        """`data` as it came from the wire, in HTTP's chunked encoding: what the client may see of
+        it, in the same. None, and nothing is read, where it needs a look by `feed`."""
+        reader = self._token_chunks
+        if reader is None or self._events.rest or self.done or self.error is not None:
+            return None
+        self._stamp_pending(reader)
+        return reader.read_frames(data)
+
+    def _stamp_pending(self, reader: TokenChunkReader) -> None:
+        version = self._stamp()
+        if version != self._pending_version or reader.pending >= MOST_PENDING:
+            self._settle()
+            self._pending_version = version
 
     def _settle(self) -> None:
         """Record what was passed on."""
         reader = self._token_chunks
-        if reader is not None and reader.token_ids:
+        if reader is not None and reader.pending:
             self._choices[reader.index].add_run(reader.take(), self._pending_version)
 
     def _learn(self, payload: bytes) -> None:

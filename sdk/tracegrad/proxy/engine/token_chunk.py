@@ -32,6 +32,12 @@ _REST = re.compile(
     rb',"finish_reason":null(,"token_ids":\[([0-9]+(?:,[0-9]+)*)\])\}\]\}\n\n'
     % (_STRING, _ENTRY, _ENTRY)
 )
+# The same of one token, as most are, to the end of the piece of HTTP's chunked encoding that it is.
+_FRAME = re.compile(
+    rb'"(content|reasoning)":(%b)\},"logprobs":(\{"content":\[%b\]\})'
+    rb',"finish_reason":null(,"token_ids":\[([0-9]+)\])\}\]\}\n\n\r\n' % (_STRING, _ENTRY)
+)
+_SIZE_DIGITS = 8  # of such a piece, at most
 # A key cannot stand inside a JSON string: its quotes would be escaped there.
 _LOGPROB = re.compile(rb'"logprob":(%b)' % _NUMBER)
 
@@ -57,6 +63,12 @@ class TokenChunkReader:
         self._reasoning: list[bytes] = []
         self.token_ids: list[bytes] = []  # one text a chunk that `take` has not given yet
         self._logprobs: list[bytes] = []
+        self._frames: list[re.Match[bytes]] = []  # behind those, what is not taken apart yet
+
+    @property
+    def pending(self) -> int:
+        """Chunks that `take` has not given yet."""
+        return len(self.token_ids) + len(self._frames)
 
     @classmethod
     def learn(cls, raw: bytes, shown: VisibleFields) -> Self | None:
@@ -77,6 +89,7 @@ class TokenChunkReader:
     def read(self, data: bytes, out: list[Json | bytes]) -> int:
         """Reads the events that `data` begins with as far as they are such chunks: `out` gets what
         the client may see of them. Returns their bytes; what follows is to be read as JSON."""
+        self._take_apart()
         at = 0
         while data.startswith(self._head, at):
             found = _REST.match(data, at + len(self._head))
@@ -103,8 +116,47 @@ class TokenChunkReader:
             out.append(data if at == len(data) else data[:at])
         return at
 
+    def read_frames(self, data: bytes) -> bytes | None:
+        """As `read`, of events that are a piece of HTTP's chunked encoding each: what the client
+        may see of them, as such pieces. None, and nothing is read: `data` has anything else in it.
+        """
+        found: list[re.Match[bytes]] = []
+        at, size, head = 0, len(data), self._head
+        while at < size:
+            start = data.find(b"\r\n", at, at + _SIZE_DIGITS + 2) + 2
+            if start < 2 or not data.startswith(head, start):
+                return None
+            chunk = _FRAME.match(data, start + len(head))
+            # Of the right size it is one piece, whole, whatever came before it.
+            if chunk is None or data[at : start - 2].lower() != b"%x" % (chunk.end() - start - 2):
+                return None
+            found.append(chunk)
+            at = chunk.end()
+        if not data.isascii() and not all(map(_is_utf8, found)):
+            return None
+        self._frames += found
+        return data if self._shows_all else b"".join(map(self._shown_frame, found))
+
+    def _shown_frame(self, chunk: re.Match[bytes]) -> bytes:
+        shown = b'%b%b},"logprobs":%b,"finish_reason":null%b}]}\n\n' % (
+            self._head,
+            chunk.string[chunk.pos : chunk.end(2)],
+            chunk[3] if self._shown.logprobs else b"null",
+            chunk[5] if self._shown.ids else b"",
+        )
+        return b"%x\r\n%b\r\n" % (len(shown), shown)
+
+    def _take_apart(self) -> None:
+        for chunk in self._frames:
+            kind, text, value, ids = chunk.group(1, 2, 4, 6)
+            (self._content if kind == b"content" else self._reasoning).append(text)
+            self.token_ids.append(ids)
+            self._logprobs.append(value)
+        self._frames.clear()
+
     def take(self) -> TokenRun:
         """All that is pending."""
+        self._take_apart()
         run = TokenRun(
             _joined(self._content),
             _joined(self._reasoning),

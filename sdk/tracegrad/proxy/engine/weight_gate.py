@@ -6,6 +6,10 @@ weights -> `set_version` (what arrives from now on is the new version) -> the en
 `release`. A stream that is open all along gets one span of tokens a version. A call whose body
 comes in one piece cannot be split: when a mark falls into it, its version is unknown.
 
+Of several upstream servers each may have a version of its own: a push may change one after the
+other, and one may serve a candidate (`Canary`). What is held then is one server, not the gate:
+calls go to the others. A call's version is that of the server that it was sent to.
+
 Everything runs on one event loop; nothing here is thread-safe, and nothing needs to be.
 """
 
@@ -15,7 +19,10 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
+from hashlib import sha256
 from types import TracebackType
+from typing import Any, NamedTuple
 
 from tracegrad.proxy.engine.fair_queue import FairQueue, QueueFull
 from tracegrad.proxy.http.errors import Unavailable
@@ -35,28 +42,58 @@ SETTLE_LIMIT_S = 1.0
 _HELD = "calls are held while new weights are trained or pushed"
 
 
+class Canary(NamedTuple):
+    """The server of a candidate, and the share of rollouts that go there."""
+
+    upstream: str
+    share: float
+
+    def has(self, rollout: str | None) -> bool:
+        """By the rollout's name alone. A call without a name goes to what is promoted."""
+        if rollout is None:
+            return False
+        drawn = int.from_bytes(sha256(f"canary\n{rollout}".encode()).digest()[:8])
+        return drawn < self.share * 2.0**64
+
+
 class Admission:
     """One call's way through the gate, as an async context manager.
 
-    `version` is the policy version at the time of entry. `version_unknown`, after the call: its
-    tokens cannot be split by version.
+    `version` is the policy version at the time of entry, or of the server once it was sent to one.
+    `version_unknown`, after the call: its tokens cannot be split by version.
     """
 
-    __slots__ = ("_gate", "admitted", "blocked", "key", "streaming", "version", "version_unknown")
+    __slots__ = (
+        "_gate",
+        "admitted",
+        "blocked",
+        "key",
+        "streaming",
+        "upstream",
+        "version",
+        "version_unknown",
+    )
 
     def __init__(self, gate: WeightUpdateGate, key: str | None, *, streaming: bool) -> None:
         self._gate = gate
         self.key = key
         self.streaming = streaming
         self.version = gate.version
+        self.upstream: str | None = None  # the server that it was sent to
         self.admitted = False  # let in, once
         self.version_unknown = False
         # Set while the client does not take what is sent: tokens may wait unread behind it.
         self.blocked = False
 
+    def sent_to(self, upstream: str) -> None:
+        """Again where that one did not answer: nothing has been sampled before."""
+        self.upstream = upstream
+        self.version = self._gate.version_at(upstream)
+        self.version_unknown = False  # a change before that was of nothing
+
     def arrival_version(self) -> int:
         """The version of tokens that arrive now."""
-        return self._gate.note_arrival()
+        return self._gate.note_arrival(self.upstream)
 
     def gate_held_s(self) -> float:
         """As `WeightUpdateGate.held_s`."""
@@ -75,6 +112,20 @@ class Admission:
         self._gate.leave(self)
 
 
+class _Arrivals:
+    """Of tokens, from one server or from all."""
+
+    __slots__ = ("count", "last")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = -SETTLE_S  # by the monotonic clock
+
+    def add(self) -> None:
+        self.count += 1
+        self.last = time.monotonic()
+
+
 class WeightUpdateGate:
     def __init__(
         self,
@@ -87,8 +138,12 @@ class WeightUpdateGate:
         """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
         at most `max_wait_s` seconds."""
         self.version = version
-        self._arrivals = 0
-        self._last_arrival = -SETTLE_S  # by the monotonic clock
+        self.versions: dict[str, int] = {}  # of servers that were given one of their own
+        self.canary: Canary | None = None
+        self.on_release: Callable[[], None] = lambda: None  # a held server takes calls again
+        self._held_upstreams: dict[str, asyncio.TimerHandle] = {}
+        self._arrivals = _Arrivals()
+        self._arrivals_from: dict[str, _Arrivals] = {}
         self._held = held
         self._held_since = time.monotonic()
         self._held_s = 0.0  # by holds that ended
@@ -96,7 +151,6 @@ class WeightUpdateGate:
         self._inside: set[Admission] = set()
         self._waiting = FairQueue(max_waiting)
         self._max_wait_s = max_wait_s
-        self._whole = 0  # calls inside whose body comes in one piece
         self._drained = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -108,6 +162,14 @@ class WeightUpdateGate:
     def held(self) -> bool:
         return self._held
 
+    def version_at(self, upstream: str | None) -> int:
+        """Of the weights of one server; None: of those that have no version of their own."""
+        return self.version if upstream is None else self.versions.get(upstream, self.version)
+
+    def holds(self, upstream: str) -> bool:
+        """Whether that server is given no new calls."""
+        return upstream in self._held_upstreams
+
     def held_s(self) -> float:
         """Seconds in which calls were held, since the start."""
         return self._held_s + (time.monotonic() - self._held_since if self._held else 0.0)
@@ -117,13 +179,20 @@ class WeightUpdateGate:
         """Seconds of the holds that have ended."""
         return self._held_s
 
-    def state(self) -> dict[str, int | bool]:
-        return {
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = {
             "version": self.version,
             "held": self._held,
             "in_flight": len(self._inside),
             "waiting": len(self._waiting),
         }
+        if apart := sorted({*self.versions, *self._held_upstreams}):
+            found["upstreams"] = {
+                url: {"version": self.version_at(url), "held": self.holds(url)} for url in apart
+            }
+        if self.canary is not None:
+            found["canary"] = self.canary._asdict()
+        return found
 
     async def enter(self, admission: Admission) -> None:
         """Raises Unavailable when too many calls wait already, or this one has for too long."""
@@ -133,8 +202,6 @@ class WeightUpdateGate:
         admission.version = self.version
         admission.admitted = True
         self._inside.add(admission)
-        if not admission.streaming:
-            self._whole += 1
 
     async def _wait(self, admission: Admission, seconds: float) -> None:
         try:
@@ -148,35 +215,58 @@ class WeightUpdateGate:
 
     def leave(self, admission: Admission) -> None:
         self._inside.discard(admission)
-        if not admission.streaming:
-            self._whole -= 1
-            if self._whole == 0:
-                self._drained.set()
+        self._drained.set()  # for whoever waits to look again
 
-    async def hold(self, *, ttl_s: float, drain_s: float) -> int:
-        """New calls wait. Returns the number of calls inside once those that come in one piece
-        have finished, or `drain_s` seconds later. A hold opens by itself after `ttl_s`."""
-        if not self._held:
-            self._held_since = time.monotonic()
-        self._held = self.pushes = True
-        self._restart_timer(ttl_s)
-        if self._whole:
-            self._drained.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._drained.wait(), drain_s)
-        return len(self._inside)
+    async def hold(self, *, ttl_s: float, drain_s: float, upstream: str | None = None) -> int:
+        """New calls wait; of one `upstream`: they go to others. Returns the number of calls inside
+        once those that come in one piece have finished, or `drain_s` seconds later. A hold opens by
+        itself after `ttl_s`."""
+        self.pushes = True
+        if upstream is not None:
+            self._hold_upstream(upstream, ttl_s)
+        else:
+            if not self._held:
+                self._held_since = time.monotonic()
+            self._held = True
+            self._restart_timer(ttl_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._is_held(upstream) and any(
+                    not each.streaming for each in self._of(upstream)
+                ):
+                    self._drained.clear()
+                    await self._drained.wait()
+        return len(self._of(upstream))
 
-    async def set_version(self, version: int) -> None:
-        """Tokens that arrive from now on are `version`. To be called while the engine is paused."""
-        await self._settle()
-        for admission in self._inside:
+    async def set_version(self, version: int, upstream: str | None = None) -> None:
+        """Tokens that arrive from now on are `version`; of one `upstream`: those from there. To be
+        called while the engine is paused; of all, after each was given that version, at any time.
+        """
+        if self._changing(version, upstream):
+            await self._settle(upstream)
+        for admission in self._changing(version, upstream):
             admission.version_unknown = (
                 admission.version_unknown or admission.blocked or not admission.streaming
             )
-        self.version = version
+        if upstream is None:
+            self.version = version
+            self.versions.clear()
+        else:
+            self.versions[upstream] = version
 
-    def release(self) -> None:
-        """Waiting calls go on; rollouts take turns, each with its calls in order."""
+    def set_canary(self, canary: Canary | None) -> None:
+        """From now on that server gets calls of its share of rollouts, and no others."""
+        self.canary = canary
+
+    def release(self, upstream: str | None = None) -> None:
+        """Waiting calls go on; rollouts take turns, each with its calls in order. Of one
+        `upstream`: it is given calls again."""
+        for url in [upstream] if upstream is not None else list(self._held_upstreams):
+            if (timer := self._held_upstreams.pop(url, None)) is not None:
+                timer.cancel()
+        self.on_release()
+        if upstream is not None:
+            return
         self._held_s, self._held = self.held_s(), False
         self._drained.set()
         if self._timer is not None:
@@ -184,21 +274,63 @@ class WeightUpdateGate:
             self._timer = None
         self._waiting.release()
 
-    def note_arrival(self) -> int:
+    def note_arrival(self, upstream: str | None = None) -> int:
         """Tokens arrived; the version that they are of."""
-        self._arrivals += 1
-        self._last_arrival = time.monotonic()
-        return self.version
+        self._arrivals.add()
+        if upstream is None:
+            return self.version
+        self._from(upstream).add()
+        return self.versions.get(upstream, self.version)
 
-    async def _settle(self) -> None:
+    def _of(self, upstream: str | None) -> list[Admission]:
+        """Calls inside, or those of them that were sent there."""
+        if upstream is None:
+            return list(self._inside)
+        return [each for each in self._inside if each.upstream == upstream]
+
+    def _changing(self, version: int, upstream: str | None) -> list[Admission]:
+        """But for those whose server was given that version before. One without a version of its
+        own may have other weights under the same number, as those of a run before."""
+        return [
+            each
+            for each in self._of(upstream)
+            if each.upstream is None or self.versions.get(each.upstream) != version
+        ]
+
+    def _is_held(self, upstream: str | None) -> bool:
+        return self._held if upstream is None else self.holds(upstream)
+
+    def _from(self, upstream: str | None) -> _Arrivals:
+        if upstream is None:
+            return self._arrivals
+        if (found := self._arrivals_from.get(upstream)) is None:
+            found = self._arrivals_from[upstream] = _Arrivals()
+        return found
+
+    async def _settle(self, upstream: str | None) -> None:
+        arrivals = self._from(upstream)
         limit = time.monotonic() + SETTLE_LIMIT_S
         quiet = 0
         while (now := time.monotonic()) < limit:
-            if quiet >= SETTLE_TICKS and now - self._last_arrival >= SETTLE_S:
+            if quiet >= SETTLE_TICKS and now - arrivals.last >= SETTLE_S:
                 return
-            seen = self._arrivals
+            seen = arrivals.count
             await asyncio.sleep(SETTLE_TICK_S)
-            quiet = quiet + 1 if self._arrivals == seen else 0
+            quiet = quiet + 1 if arrivals.count == seen else 0
+
+    def _hold_upstream(self, upstream: str, ttl_s: float) -> None:
+        if (timer := self._held_upstreams.get(upstream)) is not None:
+            timer.cancel()
+        self._held_upstreams[upstream] = asyncio.get_running_loop().call_later(
+            ttl_s, self._expire_upstream, upstream, ttl_s
+        )
+
+    def _expire_upstream(self, upstream: str, ttl_s: float) -> None:
+        log.error(
+            "a weight push kept calls from %s for %g s without a release; it is given calls again",
+            *(upstream, ttl_s),
+        )
+        self.release(upstream)
 
     def _restart_timer(self, ttl_s: float) -> None:
         if self._timer is not None:

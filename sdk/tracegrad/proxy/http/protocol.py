@@ -41,6 +41,8 @@ LINGER_S = 2.0
 # for its turn. ASGI's `send` is a coroutine a token in each of several layers.
 WRITE_CHUNK = "tracegrad.write_chunk"
 WriteChunk = Callable[[bytes], bool | None]
+# The same for what is in pieces of HTTP's chunked encoding already.
+WRITE_FRAMES = "tracegrad.write_frames"
 
 _upgrade = re.compile(rb"\r\nupgrade[ \t]*:", re.IGNORECASE)
 
@@ -179,6 +181,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.cycle.transport = CoalescingTransport(self.transport, self.loop)  # type: ignore[assignment]
             scope = cast(dict[str, Any], self.cycle.scope)
             scope[WRITE_CHUNK] = partial(self._write_chunk, self.cycle)
+            scope[WRITE_FRAMES] = partial(self._write_frames, self.cycle)
             self._stage = _BODY
             self._wordless = 0
             self._due = self.loop.time() + self.limits.body_s
@@ -262,13 +265,18 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _forget_writer(self) -> None:
         """What a request leaves is freed at once, without Python's search for cycles."""
         if self.cycle is not None:
-            cast(dict[str, Any], self.cycle.scope).pop(WRITE_CHUNK, None)
+            for writer in (WRITE_CHUNK, WRITE_FRAMES):
+                cast(dict[str, Any], self.cycle.scope).pop(writer, None)
 
     def _write_chunk(self, cycle: RequestResponseCycle, data: bytes) -> bool | None:
+        # A piece of no bytes would end the body.
+        return self._write_frames(cycle, b"%x\r\n%b\r\n" % (len(data), data) if data else b"")
+
+    def _write_frames(self, cycle: RequestResponseCycle, frames: bytes) -> bool | None:
         if not cycle.chunked_encoding or cycle.response_complete or self.flow.write_paused:
             return None
-        if data and not cycle.disconnected:
-            cycle.transport.write_soon(b"%x\r\n%b\r\n" % (len(data), data))  # type: ignore[attr-defined]
+        if frames and not cycle.disconnected:
+            cycle.transport.write_soon(frames)  # type: ignore[attr-defined]
         return self.flow.write_paused
 
     def pause_writing(self) -> None:

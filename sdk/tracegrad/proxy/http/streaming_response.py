@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from starlette.types import Scope, Send
 
-from tracegrad.proxy.http.protocol import WRITE_CHUNK, WriteChunk
+from tracegrad.proxy.http.protocol import WRITE_CHUNK, WRITE_FRAMES, WriteChunk
 
 
 class StreamedResponse:
@@ -30,6 +30,7 @@ class StreamedResponse:
         self._send = send
         # Under another server than ours there is none, and all goes through `send`.
         self._write_chunk: WriteChunk | None = scope.get(WRITE_CHUNK)
+        self._write_frames: WriteChunk | None = scope.get(WRITE_FRAMES)
         self._content_type = content_type
         self._keepalive = keepalive
         self._every_s = every_s
@@ -65,6 +66,16 @@ class StreamedResponse:
         self._unsent.append(data)
         return True
 
+    def write_frames(self, frames: bytes) -> bool:
+        """As `write`, of what is in whole pieces of HTTP's chunked encoding already."""
+        self._spoke_at = self._loop.time()
+        if self._write_frames is not None and not self._unsent:
+            behind = self._write_frames(frames)
+            if behind is not None:
+                return behind
+        self._unsent += _contents(frames)
+        return True
+
     async def drain(self) -> None:
         """Until the client has taken what was written, or most of it."""
         unsent, self._unsent = self._unsent, []
@@ -96,3 +107,12 @@ class StreamedResponse:
             self._filler = asyncio.create_task(self.send(self._keepalive()))
             silent_s = 0.0
         self._timer = self._loop.call_later(max(self._every_s - silent_s, 0.01), self._tick)
+
+
+def _contents(frames: bytes) -> Iterator[bytes]:
+    at = 0
+    while at < len(frames):
+        start = frames.index(b"\r\n", at) + 2
+        end = start + int(frames[at : start - 2], 16)
+        yield frames[start:end]
+        at = end + 2

@@ -17,11 +17,11 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple, Self
 
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import content_text, has_media, without_billing_line
+from tracegrad.digests import blake2b
 from tracegrad.events import Json
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
@@ -354,7 +354,7 @@ class _Hashes(NamedTuple):
             content = _content_hash(message["role"], fields(message))
             contents.append(int.from_bytes(content[:8]))
             before = rolling[-1] if rolling else b""
-            rolling.append(blake2b(before + content, digest_size=16).digest())
+            rolling.append(blake2b(before + content, 16))
         return _Hashes(contents, tuple(rolling))
 
     def as_values(self) -> _HashValues:
@@ -373,7 +373,7 @@ def _content_hash(role: str, fields: list[str]) -> bytes:
     for field in (role, *fields):
         encoded = field.encode("utf-8", "surrogatepass")
         data += (b"%d:" % len(encoded), encoded)
-    return blake2b(b"".join(data), digest_size=16).digest()
+    return blake2b(b"".join(data), 16)
 
 
 def _fields(message: Json) -> list[str]:

@@ -10,9 +10,16 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.proxy.capture.recorder import EventWriter
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
 from tracegrad.proxy.http.errors import Unavailable
-from tracegrad.proxy.workers.group_requests import HEALTH, HOLD, RELEASE, SET_VERSION, STATE
+from tracegrad.proxy.workers.group_requests import (
+    HEALTH,
+    HOLD,
+    RELEASE,
+    SET_CANARY,
+    SET_VERSION,
+    STATE,
+)
 
 
 class GroupGate:
@@ -34,21 +41,23 @@ class GroupGate:
 
     # Asked for
 
-    async def hold(self, *, ttl_s: float, drain_s: float) -> int:
+    async def hold(self, *, ttl_s: float, drain_s: float, upstream: str | None = None) -> int:
         """As `WeightUpdateGate.hold`, once all workers hold: the calls inside of all of them."""
-        return sum(await self._of_all(HOLD, ttl_s=ttl_s, drain_s=drain_s))
+        return sum(await self._of_all(HOLD, ttl_s=ttl_s, drain_s=drain_s, upstream=upstream))
 
-    async def set_version(self, version: int) -> None:
-        await self._of_all(SET_VERSION, version=version)
+    async def set_version(self, version: int, upstream: str | None = None) -> None:
+        await self._of_all(SET_VERSION, version=version, upstream=upstream)
 
-    async def release(self) -> None:
-        await self._of_all(RELEASE)
+    async def set_canary(self, upstream: str | None, share: float) -> None:
+        await self._of_all(SET_CANARY, upstream=upstream, share=share)
 
-    async def state(self) -> dict[str, int | bool]:
+    async def release(self, upstream: str | None = None) -> None:
+        await self._of_all(RELEASE, upstream=upstream)
+
+    async def state(self) -> Json:
         # Where nobody answered in time, this one all the same.
         states = await self._of_all(STATE) or [self._gate.state()]
-        return {
-            "version": self._gate.version,
+        return self._gate.state() | {
             "held": any(state["held"] for state in states),
             "in_flight": sum(state["in_flight"] for state in states),
             "waiting": sum(state["waiting"] for state in states),
@@ -65,7 +74,7 @@ class GroupGate:
             "workers": sorted(state["pid"] for state in states),
         }
 
-    async def _of_all(self, asked: str, **args: float) -> list[Any]:
+    async def _of_all(self, asked: str, **args: float | str | None) -> list[Any]:
         number = next(self._numbers)
         answer: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._asked[number] = answer
@@ -106,7 +115,11 @@ class GroupGate:
             # A worker that starts meets both at once: no call may come in between.
             if self._marking is not None:
                 await asyncio.wait([self._marking])
-            return self._gate.release()
+            return self._gate.release(**args)
+        if asked == SET_CANARY:
+            upstream = args["upstream"]
+            canary = None if upstream is None else Canary(upstream, args["share"])
+            return self._gate.set_canary(canary)
         if asked == STATE:
             return self._gate.state()
         return self._health()

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracegrad.events import Json
+from tracegrad.proxy.engine.weight_gate import Canary
 
 # What can be asked, as `GateOfAll` does.
 HOLD, SET_VERSION, RELEASE, STATE, HEALTH = "hold", "set_version", "release", "state", "health"
-_CHANGES = frozenset({HOLD, SET_VERSION, RELEASE})
+SET_CANARY = "set_canary"
+_CHANGES = frozenset({HOLD, SET_VERSION, RELEASE, SET_CANARY})
 # Seconds for an answer, beside those that a hold waits for calls: of what must be done, and of
 # what is only looked at.
 ANSWER_S = 15.0
@@ -25,20 +27,36 @@ LOOK_S = 2.0
 
 class GateNow(NamedTuple):
     """What a worker that starts has to join. `until`: when a hold opens by itself, on the clock of
-    `time.monotonic`; None where only a release opens it."""
+    `time.monotonic`; None where only a release opens it. `versions` and `holds` (until when) are
+    of single servers."""
 
     version: int
     held: bool = False
     until: float | None = None
     pushes: bool = False
+    versions: tuple[tuple[str, int], ...] = ()
+    holds: tuple[tuple[str, float], ...] = ()
+    canary: Canary | None = None
 
     def after(self, asked: str, args: Json, now: float) -> GateNow:
+        upstream = args.get("upstream")
+        others = tuple(each for each in self.holds if each[0] != upstream)
+        if asked == HOLD and upstream is not None:
+            return self._replace(holds=(*others, (upstream, now + args["ttl_s"])), pushes=True)
         if asked == HOLD:
             return self._replace(held=True, until=now + args["ttl_s"], pushes=True)
+        if asked == SET_VERSION and upstream is not None:
+            kept = tuple(each for each in self.versions if each[0] != upstream)
+            return self._replace(versions=(*kept, (upstream, args["version"])))
         if asked == SET_VERSION:
-            return self._replace(version=args["version"])
+            return self._replace(version=args["version"], versions=())
+        if asked == RELEASE and upstream is not None:
+            return self._replace(holds=others)
         if asked == RELEASE:
-            return self._replace(held=False, until=None)
+            return self._replace(held=False, until=None, holds=())
+        if asked == SET_CANARY:
+            canary = None if upstream is None else Canary(upstream, args["share"])
+            return self._replace(canary=canary)
         return self
 
     def held_for(self, now: float) -> float | None:

@@ -102,6 +102,7 @@ def run_worker(seat: Seat) -> None:
             max_wait_s=settings.max_wait_s,
         )
         gate.pushes = gate.pushes or seat.gate.pushes
+        gate.versions, gate.canary = dict(seat.gate.versions), seat.gate.canary
         metrics = ProxyMetrics(seat.metrics, seat.number)
         group = GroupGate(seat.channel.send, gate, writer)
         rows = range(_FIRST_UPSTREAM, upstream_rows(settings.upstreams))
@@ -154,6 +155,9 @@ class WorkerServer(uvicorn.Server):
         held_s = self._seat.gate.held_for(time.monotonic())
         if held_s is not None and held_s != float("inf"):
             await self._gate.hold(ttl_s=held_s, drain_s=0)
+        for upstream, until in self._seat.gate.holds:
+            if (left := until - time.monotonic()) > 0:
+                await self._gate.hold(ttl_s=left, drain_s=0, upstream=upstream)
         asyncio.get_running_loop().add_reader(self._seat.channel.fileno(), self._readable)
         self._say({"ready": os.getpid()})
 

@@ -24,7 +24,7 @@ from tracegrad.store.anchors import schedule
 from tracegrad.store.anchors.schedule import AnchorSettings, AnchorState
 from tracegrad.store.databases import upsert
 from tracegrad.store.errors import StoreCorrupt
-from tracegrad.store.expressions import SCORED_OUTCOMES, latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, is_held_out, latest_reward
 from tracegrad.store.models import Rollouts, TaskAnchors, Turns
 from tracegrad.store.read.training_samples import deciding_turn
 from tracegrad.store.rows import rows_of_keys
@@ -375,7 +375,10 @@ def _first_demonstration(
     query = (
         select(Rollouts.rollout_id)
         .where(
-            Rollouts.task_id == task_id, Rollouts.outcome.in_(SCORED_OUTCOMES), reward >= success
+            Rollouts.task_id == task_id,
+            Rollouts.outcome.in_(SCORED_OUTCOMES),
+            reward >= success,
+            ~is_held_out(),  # what is imitated is trained
         )
         .order_by(Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
         .limit(MAX_CANDIDATES)

@@ -60,6 +60,7 @@ class RolloutRecord:
         None  # it has no reported end: it was closed after so long without a call
     )
     continues: str | None = None  # the rollout that its conversation goes on from
+    held_out: bool = False  # it is for evaluation, and never trained
     outcomes: Sequence[RolloutFinished] = ()  # in order of arrival
     rewards: Sequence[Reward] = ()  # in order of arrival
     spans: Sequence[Span] = ()  # by start
@@ -215,7 +216,7 @@ def _load_records(
         here = {row.rollout_id: row._mapping for row in rows}
     return [
         RolloutRecord(
-            **here[name],
+            **{**here[name], "held_out": bool(here[name]["held_out"])},
             tags=tags[name],
             outcomes=outcomes[name],
             rewards=rewards[name],

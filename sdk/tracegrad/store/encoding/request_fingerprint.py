@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from tracegrad.digests import blake2b
 from tracegrad.jsonutil import encode_json
 from tracegrad.store.errors import StoreCorrupt
 
@@ -190,7 +191,7 @@ def _is_unicode(text: Any) -> bool:
 
 
 def digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_SIZE).digest()
+    return blake2b(data, _SIZE)
 
 
 def _part(value: Any) -> RequestPart:

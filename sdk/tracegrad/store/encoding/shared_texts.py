@@ -12,7 +12,6 @@ strings of these; of a reply its long strings.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +28,7 @@ from sqlalchemy import (
     select,
 )
 
+from tracegrad.digests import blake2b
 from tracegrad.store.databases import insert_new
 from tracegrad.store.encoding.blobs import BlobContent, json_content, unpack_json
 from tracegrad.store.errors import StoreCorrupt
@@ -46,7 +46,7 @@ Path = tuple[str | int, ...]  # begins with "request" or "response"
 
 def text_digest(json_text: bytes) -> bytes:
     """BLAKE2b, 128 bits."""
-    return hashlib.blake2b(json_text, digest_size=16).digest()
+    return blake2b(json_text, 16)
 
 
 class TextSightings:

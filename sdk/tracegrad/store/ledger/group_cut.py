@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import Connection, insert, or_, select
 
-from tracegrad.store.expressions import has_tags
+from tracegrad.store.expressions import is_selected
 from tracegrad.store.ledger.leases import ReadyRollout
 from tracegrad.store.models import OverSampled, Rollouts
 
@@ -40,7 +40,7 @@ def cut_groups(
                 Rollouts.consumed_at.is_(None),
                 or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
                 Rollouts.opened_at <= group[-1].finished_at,
-                has_tags(tags),
+                is_selected(tags),
             )
             .order_by(Rollouts.opened_at, Rollouts.rollout_id)
             .limit(attempts + len(held))

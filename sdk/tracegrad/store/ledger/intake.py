@@ -21,8 +21,8 @@ from tracegrad.events import new_id
 from tracegrad.store.databases import statements
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
-    has_tags,
     has_turns,
+    is_selected,
     latest_reward,
     newest_turn,
 )
@@ -357,7 +357,7 @@ def describe_limit(capacity: Capacity, limits: IntakeLimits, counts: IntakeCount
 def _needs_place(connection: Connection, rollout_id: str, tags: Mapping[str, str]) -> bool:
     placed = exists().where(RolloutPlaces.rollout_id == rollout_id)
     query = select(Rollouts.rollout_id).where(
-        Rollouts.rollout_id == rollout_id, has_tags(tags), ~has_turns(), ~placed
+        Rollouts.rollout_id == rollout_id, is_selected(tags), ~has_turns(), ~placed
     )
     return connection.scalar(query) is not None
 
@@ -417,7 +417,7 @@ def _open(
         placed.label("placed"),
     )
     query = select(*columns).where(
-        Rollouts.consumed_at.is_(None), Rollouts.finished_at.is_(None), has_tags(tags)
+        Rollouts.consumed_at.is_(None), Rollouts.finished_at.is_(None), is_selected(tags)
     )
     return [
         (row.task_id, bool(row.cut), row.called is not None or bool(row.placed))
@@ -434,7 +434,7 @@ def _unscored(connection: Connection, tags: Mapping[str, str], since: float) -> 
         Rollouts.outcome.in_(SCORED_OUTCOMES),
         latest_reward().is_(None),
         has_turns(),
-        has_tags(tags),
+        is_selected(tags),
     )
     query = select(Rollouts.task_id, func.count()).where(*ended).group_by(Rollouts.task_id)
     return Counter(dict(connection.execute(query).tuples().all()))
@@ -443,7 +443,7 @@ def _unscored(connection: Connection, tags: Mapping[str, str], since: float) -> 
 def _promised(connection: Connection, tags: Mapping[str, str], now: float) -> int:
     """Places whose rollouts are not open yet. A rollout's first call may be stored before its
     opening, which says of which tags it is: until then the place counts for it."""
-    known = or_(Rollouts.opened.is_(True), has_tags(tags)) if tags else true()
+    known = or_(Rollouts.opened.is_(True), is_selected(tags)) if tags else true()
     opened = exists().where(Rollouts.rollout_id == RolloutPlaces.rollout_id, known)
     query = select(func.count()).where(
         RolloutPlaces.expires_at > now, ~opened.correlate(RolloutPlaces)

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, and_, exists, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    exists,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from tracegrad.events import Outcome
 from tracegrad.store.expressions import (
@@ -18,6 +29,7 @@ from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
     has_tags,
     has_turns,
+    is_held_out,
     is_idle,
     latest_reward,
     newest_reward,
@@ -65,17 +77,44 @@ def ready_rollouts(
     held_out: Mapping[str, str] | None = None,
 ) -> list[ReadyRollout]:
     """The oldest first; rollouts without a task only if they may be a group `alone`; none that
-    carry all tags of `held_out`.
+    are marked as held out or carry all tags of `held_out`.
 
     `idle_before`: with those that are idle since then, as if they were closed `now`. `composed`: as
     `latest_reward` has it."""
+    query = _ended_rollouts(now, idle_before=idle_before, composed=composed)
+    query = query.where(has_tags(tags), ~is_held_out(held_out))
+    if not alone:
+        query = query.where(Rollouts.task_id.is_not(None))
+    return load(connection, ReadyRollout, query)
+
+
+def ready_held_out(
+    connection: Connection,
+    tags: Mapping[str, str],
+    held_out: Mapping[str, str] | None,
+    now: float,
+    *,
+    composed: bool = False,
+) -> list[ReadyRollout]:
+    """Those that would be ready were they not held out: marked ones, whatever their tags, and of
+    those with `tags` the ones that carry all tags of `held_out`."""
+    which = is_held_out()
+    if held_out and all(tags.get(key, value) == value for key, value in held_out.items()):
+        which = or_(which, has_tags({**held_out, **tags}))
+    return load(connection, ReadyRollout, _ended_rollouts(now, composed=composed).where(which))
+
+
+def _ended_rollouts(
+    now: float, *, idle_before: float | None = None, composed: bool = False
+) -> Select[*tuple[Any, ...]]:
+    """The oldest first: those with turns and a reward that nobody has. As `ready_rollouts`."""
     reward = latest_reward(composed=composed)
     ended = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.in_(SCORED_OUTCOMES))
     ended_at: ColumnElement[float | None] = Rollouts.finished_at.expression
     if idle_before is not None:
         ended = or_(ended, is_idle(idle_before))
         ended_at = func.coalesce(Rollouts.finished_at, now)
-    query = (
+    return (
         select(
             Rollouts.rollout_id,
             Rollouts.task_id,
@@ -90,16 +129,10 @@ def ready_rollouts(
             or_(Rollouts.leased_until.is_(None), Rollouts.leased_until <= now),
             reward.is_not(None),
             has_turns(),
-            has_tags(tags),
             ~exists().where(OverSampled.rollout_id == Rollouts.rollout_id),
         )
         .order_by(ended_at, Rollouts.rollout_id)
     )
-    if not alone:
-        query = query.where(Rollouts.task_id.is_not(None))
-    if held_out:
-        query = query.where(~has_tags(held_out))
-    return load(connection, ReadyRollout, query)
 
 
 def reopened_rollouts(connection: Connection, groups: Sequence[Sequence[ReadyRollout]]) -> set[str]:

@@ -43,6 +43,7 @@ from tracegrad.store.ledger.leases import (
     grant,
     incomplete_groups,
     load_groups,
+    ready_held_out,
     ready_rollouts,
     release,
     release_owner,
@@ -104,10 +105,11 @@ class Ledger:
 
         Rollouts with `tags` that ended unscored are consumed on the way, their turns skipped
         with the outcome as the reason; so are, as `over_sampled`, the attempts that a group was cut
-        by (`over_sample`), and, as `held_out`, those that carry all tags of `held_out`, which are
-        for evaluation alone. The lease ends after `ttl_s` seconds by itself, unless it is renewed.
-        Rollouts in `held`, which the caller has already, are not given out again, whatever became
-        of their lease. `expert_routing` asks for the turns' routed experts, which are large.
+        by (`over_sample`), and, as `held_out`, those that are for evaluation alone: marked ones,
+        and those that carry all tags of `held_out`. The lease ends after `ttl_s` seconds by itself,
+        unless it is renewed. Rollouts in `held`, which the caller has already, are not given out
+        again, whatever became of their lease. `expert_routing` asks for the turns' routed experts,
+        which are large.
         `composed`: a rollout has a reward when one was composed of its parts, or given by a rule;
         one that somebody gave waits for the sum that it is a part of.
         """
@@ -118,10 +120,14 @@ class Ledger:
             now = statements.server_time(connection)  # when its turn has come
             _consume_unscored(connection, tags or {}, now)
             _consume_over_sampled(connection, now)
-            if held_out:
-                _consume_held_out(connection, {**held_out, **(tags or {})}, held_out, now)
+            _consume_held_out(connection, tags or {}, held_out, now, composed=composed)
             ready = ready_rollouts(
-                connection, tags or {}, now, alone=group_size == 1, composed=composed
+                connection,
+                tags or {},
+                now,
+                alone=group_size == 1,
+                composed=composed,
+                held_out=held_out,
             )
             ready = [rollout for rollout in ready if rollout.rollout_id not in held]
             before = now - incomplete_after_s
@@ -374,12 +380,15 @@ def _consume_unscored(connection: Connection, tags: Mapping[str, str], now: floa
 
 
 def _consume_held_out(
-    connection: Connection, tags: Mapping[str, str], held_out: Mapping[str, str], now: float
+    connection: Connection,
+    tags: Mapping[str, str],
+    held_out: Mapping[str, str] | None,
+    now: float,
+    *,
+    composed: bool,
 ) -> None:
     """Those that would be leased."""
-    if any(tags[key] != value for key, value in held_out.items()):
-        return  # training selects others
-    ready = ready_rollouts(connection, tags, now, alone=True)
+    ready = ready_held_out(connection, tags, held_out, now, composed=composed)
     reopened = reopened_rollouts(connection, [ready])
     ids = [each.rollout_id for each in ready if each.rollout_id not in reopened]
     _consume(connection, ids, literal(HELD_OUT), now)

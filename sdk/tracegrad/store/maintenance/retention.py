@@ -30,7 +30,7 @@ from sqlalchemy import (
 from tracegrad.events import Json
 from tracegrad.store.databases.upkeep import upkeep_of
 from tracegrad.store.encoding.shared_texts import remove_links, remove_unused
-from tracegrad.store.expressions import SCORED_OUTCOMES, training_state
+from tracegrad.store.expressions import SCORED_OUTCOMES, is_held_out, training_state
 from tracegrad.store.maintenance.removal_log import ROLLOUTS, add_counts, record_removal
 from tracegrad.store.maintenance.selection import (
     PageKey,
@@ -98,7 +98,8 @@ class PrunePreview:
 def training_is_done() -> ColumnElement[bool]:
     """Training will not ask for the rollout any more."""
     never = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.not_in(SCORED_OUTCOMES))
-    return or_(Rollouts.consumed_at.is_not(None), never)
+    held_out = and_(Rollouts.finished_at.is_not(None), is_held_out())
+    return or_(Rollouts.consumed_at.is_not(None), never, held_out)
 
 
 def used_bytes(store: Store, connection: Connection) -> int:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, exists, func, select
+from sqlalchemy import Connection, exists, func, or_, select
 from sqlalchemy.orm import aliased
 
-from tracegrad.store.expressions import has_tags
+from tracegrad.store.expressions import has_tags, is_held_out
 from tracegrad.store.models import RolloutPlaces, Rollouts, RolloutTags, Turns
+from tracegrad.store.rows import rows_of_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class FirstTurn:
     rollout_id: str
     turn_id: str
     opened_at: float
+    held_out: bool  # it is marked so
 
 
 def newest_first_turns(
@@ -26,11 +28,13 @@ def newest_first_turns(
     without: str,
     named_by: str,
     since: float,
+    unopened_before: float,
     limit: int,
 ) -> list[FirstTurn]:
     """Of rollouts with all `tags`, without any tag of the key `without`, whose id no other rollout
     has as its tag `named_by`; the newest `limit` that were opened at `since` or later, newest
-    first. None that a driver had a place for: a turn may be stored before the tags are."""
+    first. None that a driver had a place for, and of those that nobody opened (yet) only such of
+    before `unopened_before`: a turn may be stored before the tags and the mark are."""
     tag, names = aliased(RolloutTags), aliased(RolloutTags)
     turns = aliased(Turns)
     first = (
@@ -40,10 +44,11 @@ def newest_first_turns(
         .scalar_subquery()
     )
     query = (
-        select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at)
+        select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, is_held_out())
         .join(Turns, Turns.seq == first)
         .where(
             Rollouts.opened_at >= since,
+            or_(Rollouts.opened, Rollouts.opened_at < unopened_before),
             has_tags(tags),
             ~exists().where(tag.rollout_id == Rollouts.rollout_id, tag.key == without),
             ~exists().where(RolloutPlaces.rollout_id == Rollouts.rollout_id),
@@ -52,4 +57,30 @@ def newest_first_turns(
         .order_by(Rollouts.opened_at.desc(), Rollouts.rollout_id)
         .limit(limit)
     )
-    return [FirstTurn(*row) for row in connection.execute(query).tuples()]
+    return [
+        FirstTurn(rollout_id, turn_id, opened_at, bool(held_out))
+        for rollout_id, turn_id, opened_at, held_out in connection.execute(query).tuples()
+    ]
+
+
+def first_turns_of(
+    connection: Connection, rollout_ids: Collection[str], held_out: Mapping[str, str] | None
+) -> dict[str, FirstTurn]:
+    """By rollout, of those that have turns. `held_out`: tags of rollouts that are held out, besides
+    those that are marked so."""
+    inner = aliased(Turns)
+    first = (
+        select(func.min(inner.seq))
+        .where(inner.rollout_id == Rollouts.rollout_id)
+        .correlate(Rollouts)
+        .scalar_subquery()
+    )
+    mark = is_held_out(held_out).label("held_out")
+    query = select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, mark).join(
+        Turns, Turns.seq == first
+    )
+    rows = rows_of_keys(connection, query, Rollouts.rollout_id, rollout_ids)
+    return {
+        row.rollout_id: FirstTurn(row.rollout_id, row.turn_id, row.opened_at, bool(row.held_out))
+        for row in rows
+    }

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from sqlalchemy import Connection, and_, select
 
 from tracegrad.events import Json
+from tracegrad.protocol import REWARD_SPAN, SANDBOX_SPAN
 from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.filters import RolloutFilter
-from tracegrad.store.models import Leases, Rewards, Rollouts, Turns
+from tracegrad.store.models import Leases, Rewards, Rollouts, Spans, Turns
 from tracegrad.store.rows import rows_of_keys
 from tracegrad.store.types import COMPOSED_SOURCE
 
@@ -33,7 +34,8 @@ class RolloutMoments:
     """Seconds since the epoch. `rewarded_at`: when the reward arrived that counts: the last that
     its lease saw, and where there is none the last; None also where it was taken back.
     `leased_at`: by the lease that it was trained under. `consumed_at`: when the step was committed
-    that took it; None for a rollout that no step took."""
+    that took it; None for a rollout that no step took. `sandbox_until`: when its sandbox was there,
+    and `scored_from`: when what scores it began; None: no runner of ours said."""
 
     rollout_id: str
     opened_at: float
@@ -41,6 +43,8 @@ class RolloutMoments:
     rewarded_at: float | None = None
     leased_at: float | None = None
     consumed_at: float | None = None
+    sandbox_until: float | None = None
+    scored_from: float | None = None
     turns: Sequence[TurnMoment] = ()  # in order of capture
 
 
@@ -76,6 +80,7 @@ def load_moments(connection: Connection, rollout_ids: Collection[str]) -> list[R
     """Of those rollouts that there are, in the order of their ids in `rollout_ids`."""
     turns = _turns(connection, rollout_ids)
     rewards = _rewards(connection, rollout_ids)
+    stages = _runner_spans(connection, rollout_ids)
     lease = and_(Leases.rollout_id == Rollouts.rollout_id, Leases.lease_id == Rollouts.lease_id)
     query = select(
         Rollouts.rollout_id,
@@ -98,6 +103,8 @@ def load_moments(connection: Connection, rollout_ids: Collection[str]) -> list[R
             rewarded_at=_rewarded_at(rewards[row.rollout_id], taken),
             leased_at=taken.leased_at,
             consumed_at=row.consumed_at if trained else None,
+            sandbox_until=stages.get((row.rollout_id, SANDBOX_SPAN), (None, None))[1],
+            scored_from=stages.get((row.rollout_id, REWARD_SPAN), (None, None))[0],
             turns=turns[row.rollout_id],
         )
     return [found[rollout_id] for rollout_id in rollout_ids if rollout_id in found]
@@ -113,6 +120,19 @@ def _turns(connection: Connection, rollout_ids: Collection[str]) -> dict[str, li
             TurnMoment(row.turn_id, row.created_at, row.timing, row.dialect == SPAN_DIALECT)
         )
     return found
+
+
+def _runner_spans(
+    connection: Connection, rollout_ids: Collection[str]
+) -> dict[tuple[str, str], tuple[float, float]]:
+    """(rollout, span's name) -> its begin and end, in seconds since the epoch."""
+    query = select(Spans.rollout_id, Spans.name, Spans.start_ns, Spans.end_ns).where(
+        Spans.name.in_([SANDBOX_SPAN, REWARD_SPAN])
+    )
+    return {
+        (row.rollout_id, row.name): (row.start_ns / 1e9, row.end_ns / 1e9)
+        for row in rows_of_keys(connection, query, Spans.rollout_id, rollout_ids)
+    }
 
 
 def _rewards(connection: Connection, rollout_ids: Collection[str]) -> dict[str, list[_Reward]]:

@@ -195,6 +195,7 @@ def _summaries(
     tags = load_tags(connection, [row["rollout_id"] for row in found])
     for row in found:
         row["tags"] = tags[row["rollout_id"]]
+        row["held_out"] = bool(row["held_out"])
         row["outcome"] = Outcome(row["outcome"]) if row["outcome"] else None
         row["completion_tokens"] = int(row["completion_tokens"])  # PostgreSQL's sum is a decimal
     return [RolloutSummary(**row) for row in found]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, bindparam, null, select, true, update
+from sqlalchemy import Connection, Row, bindparam, func, null, select, true, update
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import (
@@ -42,7 +42,12 @@ _HELD = (
     .order_by(Rollouts.rollout_id)
     .with_for_update(key_share=True)  # turns may be added to them
 )
-_OPENING = update(Rollouts).where(Rollouts.rollout_id == bindparam("which")).values(opened=true())
+# An opening that names no task leaves the one that a rollout was grouped by (`add_scorings`).
+_OPENING = (
+    update(Rollouts)
+    .where(Rollouts.rollout_id == bindparam("which"))
+    .values(opened=true(), task_id=func.coalesce(bindparam("given_task_id"), Rollouts.task_id))
+)
 # What somebody reports counts before what was inferred, until training has taken the rollout.
 _FINISHING = (
     update(Rollouts)
@@ -270,9 +275,10 @@ def _open(connection: Connection, events: Sequence[RolloutStarted], bare: set[st
             {
                 "which": event.rollout_id,
                 "opened_at": event.opened_at,
-                "task_id": event.task_id,
+                "given_task_id": event.task_id,
                 "agent": event.agent,
                 "task": event.task,
+                "held_out": event.held_out,
             }
             for event in new
         ],

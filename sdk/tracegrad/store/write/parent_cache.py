@@ -24,7 +24,7 @@ from tracegrad.store.models import Removals, Turns
 from tracegrad.store.rows import chunks
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
-_MAX_TURNS = 20_000
+_MAX_TURNS = 8_192
 _MAX_TURNS_PER_ROLLOUT = 256
 # A request is compared with those of so many earlier turns of its rollout.
 RECENT_TURNS = 8

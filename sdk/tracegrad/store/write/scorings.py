@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, or_, select, update
 
 from tracegrad.events import Reward
 from tracegrad.store.databases import insert_new
@@ -20,12 +20,19 @@ class ScoredMeanwhile(Exception):
 
 
 def add_scorings(
-    connection: Connection, scorings: Sequence[Scoring], rewards: Sequence[Reward]
+    connection: Connection,
+    scorings: Sequence[Scoring],
+    rewards: Sequence[Reward],
+    *,
+    task_id: str | None = None,
+    replaces: str = "",
 ) -> None:
-    """All of them, and the rewards.
+    """All of them, and the rewards. `task_id`: their rollouts were scored as a group, and become
+    attempts at that task, unless they have one that does not begin with `replaces`.
 
     Raises:
-        ScoredMeanwhile: one of them is there already, or its rollout is not.
+        ScoredMeanwhile: one of them is there already, or its rollout is not, or has got a task or
+            been trained meanwhile.
         EventRejected: a reward is no use.
     """
     ids = sorted({each.rollout_id for each in scorings} | {each.rollout_id for each in rewards})
@@ -42,6 +49,19 @@ def add_scorings(
     if rows and _insert(connection, rows) != len(rows):
         raise ScoredMeanwhile("another worker scored one of these rollouts meanwhile")
     add_rewards(connection, rewards)
+    if task_id is not None:
+        _group(connection, [each.rollout_id for each in scorings], task_id, replaces)
+
+
+def _group(connection: Connection, rollout_ids: Sequence[str], task_id: str, replaces: str) -> None:
+    free = or_(Rollouts.task_id.is_(None), Rollouts.task_id.startswith(replaces, autoescape=True))
+    found = connection.execute(
+        update(Rollouts)
+        .where(Rollouts.rollout_id.in_(rollout_ids), free, Rollouts.consumed_at.is_(None))
+        .values(task_id=task_id)
+    )
+    if found.rowcount != len(set(rollout_ids)):
+        raise ScoredMeanwhile("a rollout of the group has a task by now, or is trained")
 
 
 def _insert(connection: Connection, rows: Sequence[ColumnValues]) -> int:

@@ -5,13 +5,15 @@ Nothing here needs a transaction: what it relies on never changes.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tracegrad.events import Turn
+from tracegrad.sized_cache import SizedCache
 from tracegrad.store.encoding.blobs import (
     BlobContent,
     ContextDigest,
@@ -33,8 +35,22 @@ ColumnValues = dict[str, Any]
 
 _PACKED = ("delta", "completion", "logprobs", "request", "response", "routed_experts")
 
+# Attempts at one task begin with the same prompt: it is packed once. Bytes of all and of one; a
+# prompt of 8k tokens takes some 50 kB.
+_MOST_PACKED, _LARGEST_PACKED, _SMALLEST_PACKED = 16 << 20, 2 << 20, 1024
+
 # A turn without a parent is compared with the same few turns as the one before it.
 _decoded_fingerprint = lru_cache(maxsize=1024)(RequestFingerprint.decode)
+
+
+class PackedPrompt(NamedTuple):
+    digest: ContextDigest  # to be copied
+    blob: bytes
+
+
+_packed_prompts: SizedCache[PackedPrompt] = SizedCache(
+    _MOST_PACKED, smallest=_SMALLEST_PACKED, largest=_LARGEST_PACKED
+)
 
 
 @dataclass(slots=True)
@@ -105,14 +121,20 @@ def _row(
 ) -> tuple[ColumnValues, TextExtraction]:
     known = parent.tokens if parent else 0
     prompt = turn.prompt_token_ids
-    digest = ContextDigest().add(memoryview(prompt)[:known])
-    if parent and (len(prompt) < known or digest.value() != parent.digest):
-        raise EventRejected(
-            f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
-            f"prompt and completion of turn {turn.parent_id}"
-        )
-    delta = prompt[known:]
-    digest.add(delta).add(turn.completion_token_ids)
+    delta: bytes | BlobContent
+    if parent is None:
+        packed = _packed_prompt(prompt)
+        digest, delta = packed.digest.copy(), packed.blob
+    else:
+        digest = ContextDigest().add(memoryview(prompt)[:known])
+        if len(prompt) < known or digest.value() != parent.digest:
+            raise EventRejected(
+                f"parent_id: the prompt of turn {turn.turn_id} does not begin with the "
+                f"prompt and completion of turn {turn.parent_id}"
+            )
+        digest.add(prompt[known:])
+        delta = array_content(prompt[known:])
+    digest.add(turn.completion_token_ids)
     versions = turn.policy_versions
     lifting = TextExtraction(turn.rollout_id, repeats)
     with _not_too_deep("request", turn):
@@ -126,7 +148,7 @@ def _row(
         "prompt_tokens": len(prompt),
         "completion_tokens": len(turn.completion_token_ids),
         "context_digest": digest.value(),
-        "delta": array_content(delta),
+        "delta": delta,
         "completion": array_content(turn.completion_token_ids),
         "logprobs": array_content(turn.completion_logprobs),
         "policy_versions": [list(span) for span in versions],
@@ -138,6 +160,16 @@ def _row(
         "routed_experts": _routing_content(turn),
     }
     return row, lifting
+
+
+def _packed_prompt(prompt: array[int]) -> PackedPrompt:
+    key = prompt.tobytes()
+    found = _packed_prompts.get(key)
+    if found is None:
+        [blob] = pack_blobs([array_content(prompt)])
+        found = PackedPrompt(ContextDigest().add(prompt), blob)
+        _packed_prompts.add(key, found, len(blob))
+    return found
 
 
 def _routing_content(turn: Turn) -> BlobContent | None:

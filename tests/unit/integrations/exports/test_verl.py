@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from support.cli_agents.install import Pip, installed
+from support.cli_agents.recipes import CACHE
 from support.readers import __file__ as readers
 from support.transfer.template_store import NEWLINE, TOKENIZER, fill
+from tracegrad.runner.agent_install import install_agent
+from tracegrad.runner.recipe import Recipe
 from tracegrad.store import Store
 from tracegrad.transfer import ExportLayout, parquet
 from tracegrad.transfer.export_rollouts import RolloutExport
@@ -25,7 +27,15 @@ from tracegrad_integrations.exports import verl, verl_dataset
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 READERS = Path(readers).parent
-VERL = Pip(name="verl", version="0.9.1", requirements=READERS / "verl.txt")
+VERL = Recipe(
+    name="verl",
+    version="0.9.1",
+    dialect="chat",
+    installer="pip",
+    lock=READERS / "verl.txt",
+    packages=("verl==0.9.1",),
+    command=("python",),
+)
 CUSTOM = {"path": "pkg://tracegrad_integrations.exports.verl_dataset", "name": "TokenRows"}
 
 
@@ -41,7 +51,7 @@ def read(
     shared = [sysconfig.get_path("purelib"), str(Path(verl_dataset.__file__).parents[2])]
     done = subprocess.run(
         [
-            *(installed(VERL) / "bin" / "python", READERS / "read_with_verl.py"),
+            *(install_agent(VERL, CACHE).folder / "bin" / "python", READERS / "read_with_verl.py"),
             *(kind, path, folder / "tokenizer"),
             *(f"{name}={json.dumps(value)}" for name, value in settings.items()),
         ],

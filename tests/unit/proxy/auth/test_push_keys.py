@@ -11,7 +11,12 @@ from support.proxy.proxy_with_engine import ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY
 
 ADMIN = "the-admin's-long-key"
-PUSHES = {"hold": {"ttl_s": 60, "drain_s": 0}, "version": {"version": 77}, "release": {}}
+PUSHES = {
+    "hold": {"ttl_s": 60, "drain_s": 0},
+    "version": {"version": 77},
+    "release": {},
+    "canary": {"share": 0.5},
+}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -31,6 +36,7 @@ def test_in_the_open_nobody_pushes_without_a_key(serve_proxy: ServeProxy) -> Non
                 assert answer.status_code == 403, answer.text
                 assert answer.json()["error"]["code"] == "control_key_needed"
                 assert "TRACEGRAD_PROXY_CONTROL_KEY" in answer.json()["error"]["message"]
+        assert http.get("/api/push/upstreams").status_code == 403
         is_untouched(http)
 
 

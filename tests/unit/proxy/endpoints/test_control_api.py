@@ -67,6 +67,18 @@ def test_posted_events_are_stored(rig: ProxyWithEngine) -> None:
     assert rewards[0].reward_id == "w1"
 
 
+def test_a_rollout_is_held_out_where_its_opening_says_so(rig: ProxyWithEngine) -> None:
+    opened = {"type": "rollout_started", "task_id": "t"}
+    marked = {**opened, "rollout_id": "eval", "held_out": True}
+    assert send(rig.http, [{**opened, "rollout_id": "r"}, marked]).status_code == 200
+    assert {row.rollout_id: row.held_out for row in rig.store.rollouts()} == {
+        "r": False,
+        "eval": True,
+    }
+    answer = send(rig.http, [{**marked, "held_out": "perhaps"}])
+    assert (answer.status_code, "held_out" in answer.text) == (422, True)
+
+
 AGENTS_PAGE = Path(__file__).parents[4] / "docs" / "agents.md"
 
 
@@ -239,8 +251,11 @@ def test_the_api_describes_itself(rig: ProxyWithEngine) -> None:
         "/api/intake",
         "/api/push",
         "/api/push/hold",
+        "/api/tasks/check",
         "/api/push/version",
         "/api/push/release",
+        "/api/push/canary",
+        "/api/push/upstreams",
         "/api/rollouts/{rollout_id}/keys",
     }
 

@@ -147,8 +147,8 @@ def test_another_dialect_has_them_too(rig: ProxyWithEngine) -> None:
 def test_while_weights_are_pushed_whole_answers_stay_whole(
     engine: MockEngine, exact: httpx.Client, turns: Turns
 ) -> None:
-    for what in ("hold", "release"):
-        answer = exact.post(f"/api/push/{what}", json={"ttl_s": 60}, headers=CONTROL)
+    for what, body in (("hold", {"ttl_s": 60}), ("release", {})):
+        answer = exact.post(f"/api/push/{what}", json=body, headers=CONTROL)
         assert answer.status_code == 200
     ask(exact, HELLO)
     assert "stream" not in engine.requests[0]

@@ -156,3 +156,98 @@ def test_a_head_that_holds_more_is_not_learnt() -> None:
         b"",
     ):
         assert TokenChunkReader.learn(other, shown) is None
+
+
+def framed(*chunks: bytes) -> bytes:
+    """As pieces of HTTP's chunked encoding."""
+    events = map(sse.encode_event, chunks)
+    return b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in events)
+
+
+def unframed(data: bytes) -> bytes:
+    found = []
+    while data:
+        size, _, rest = data.partition(b"\r\n")
+        end = int(size, 16)
+        assert rest[end : end + 2] == b"\r\n"
+        found.append(rest[:end])
+        data = rest[end + 2 :]
+    return b"".join(found)
+
+
+def from_the_wire(chunks: list[bytes], call: Call, together: int) -> tuple[bytes, Any, int]:
+    """So many chunks come at once: what is shown, what is recorded, and how many pieces went on as
+    they were."""
+    version = 4
+    stream = EngineStream(call, lambda: version)
+    shown, passed = [], 0
+    stream.feed(sse.encode_event(the_first()))
+    for at in range(0, len(chunks), together):
+        version = 5 if at > len(chunks) // 2 else 4
+        data = framed(*chunks[at : at + together])
+        frames = stream.pass_frames(data)
+        if frames is not None:
+            passed += 1
+            shown.append(unframed(frames))
+        else:
+            for one in stream.feed(unframed(data)):
+                shown.append(one if isinstance(one, bytes) else ChatStreamWriter().chunk(one))
+    error = stream.error and stream.error.message
+    return b"".join(shown), (stream.completions(), stream.tail, error), passed
+
+
+def check_frames(chunks: list[bytes], *, together: int = 1, **asked: Any) -> int:
+    call = a_call(**asked)
+    shown, recorded, passed = from_the_wire(chunks, call, together)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenChunkReader, "read_frames", lambda *_: None)
+        assert (shown, recorded, 0) == from_the_wire(chunks, call, together)
+    return passed
+
+
+@given(
+    st.lists(st.builds(a_chunk, deltas, tokens), max_size=6),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_pieces_of_the_wire_give_the_same_words_and_tokens(
+    chunks: list[bytes], together: int, ids: bool, logprobs: bool
+) -> None:
+    check_frames(chunks, together=together, return_token_ids=ids, logprobs=logprobs)
+
+
+@pytest.mark.parametrize("asked", [{}, {"return_token_ids": True, "logprobs": True}])
+def test_pieces_of_one_token_go_on_without_being_read(asked: Json) -> None:
+    chunks = [a_chunk({"content": f"{number}"}, [(number, -1.0)]) for number in range(200)]
+    assert check_frames(chunks, **asked) == 200
+    assert check_frames(chunks, together=3, **asked) == 67
+
+
+GOOD = a_chunk({"content": "a"}, [(5, -1.0)])
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        framed(GOOD)[:-2],
+        framed(GOOD)[1:],
+        framed(GOOD) + b"0\r\n\r\n",
+        framed(GOOD, GOOD.replace(b"null", b"nul")),
+        framed(GOOD).replace(b'"a"', b'"aa"'),  # longer than it says
+        framed(GOOD.replace(b'"a"', b'"\xff"')),
+        framed(a_chunk({"content": "a"}, [(5, -1.0), (6, -1.0)])),
+        framed(a_chunk({"content": "a"}, [(5, -1.0)], finish_reason="stop")),
+        b"fffffffff\r\n" + framed(GOOD),
+        b"x" + framed(GOOD),
+        b"\r\n" + framed(GOOD),
+        b"not\r\n" + sse.encode_event(GOOD) + b"\r\n",
+    ],
+)
+def test_of_anything_but_whole_pieces_nothing_is_taken(wire: bytes) -> None:
+    stream = EngineStream(a_call(), lambda: 4)
+    stream.feed(sse.encode_event(the_first()) + sse.encode_event(GOOD))
+    assert stream.pass_frames(framed(GOOD)) is not None
+    assert stream.pass_frames(wire) is None
+    [reply] = stream.completions()
+    assert reply.token_ids.tolist() == [5, 5]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any, cast
 
@@ -13,14 +15,20 @@ import httpx
 import orjson
 import pytest
 
-from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
+from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
-from support.proxy.servers import CONTROL, CONTROL_KEY, eventually
+from support.proxy.servers import CONTROL, CONTROL_KEY, EngineServer, eventually, serving
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
 from tracegrad.proxy.engine.stream import EngineStream
-from tracegrad.proxy.engine.upstreams.base import Consume, Drained, UpstreamResponse
-from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
+from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained, UpstreamResponse
+from tracegrad.proxy.engine.weight_gate import (
+    SETTLE_LIMIT_S,
+    SETTLE_TICKS,
+    Admission,
+    Canary,
+    WeightUpdateGate,
+)
 from tracegrad.proxy.http import sse
 from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.http.streaming_response import StreamedResponse
@@ -35,14 +43,19 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def push(http: httpx.Client, what: str, **body: float) -> dict[str, int]:
+def push(http: httpx.Client, what: str, **body: float | str) -> dict[str, Any]:
     answer = http.post(f"/api/push/{what}", json=body or None, headers=CONTROL)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def state(http: httpx.Client) -> dict[str, int]:
+def state(http: httpx.Client) -> dict[str, Any]:
     return http.get("/api/push").json()
+
+
+def apart(http: httpx.Client) -> dict[str, Any]:
+    """With what single servers have."""
+    return http.get("/api/push/upstreams", headers=CONTROL).json()
 
 
 def test_a_stream_across_two_marks_has_exact_spans(rig: ProxyWithEngine) -> None:
@@ -368,7 +381,9 @@ async def test_a_client_that_blocks_twice_at_the_start_is_seen_both_times() -> N
                 blocked.append(admission.blocked)
 
         class Engine:
-            async def deliver(self, consume: Consume, drained: Drained) -> None:
+            async def deliver(
+                self, consume: Consume, drained: Drained, frames: ConsumeFrames
+            ) -> None:
                 delta = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
                 said = sse.encode_event(orjson.dumps(delta)) * 4
                 assert consume(said + sse.DONE_EVENT)
@@ -380,3 +395,141 @@ async def test_a_client_that_blocks_twice_at_the_start_is_seen_both_times() -> N
         assert len(blocked) == 3
         assert all(blocked)
         assert not admission.blocked
+
+
+class SentCall:
+    """A call that was sent to a server, and is open."""
+
+    def __init__(self, gate: WeightUpdateGate, upstream: str, *, streaming: bool = True) -> None:
+        self.admission = gate.admission(streaming=streaming)
+        self.upstream = upstream
+
+    async def __aenter__(self) -> Admission:
+        await self.admission.__aenter__()
+        self.admission.sent_to(self.upstream)
+        return self.admission
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.admission.__aexit__(*error)
+
+
+async def test_a_call_has_the_version_of_the_server_that_it_was_sent_to() -> None:
+    gate = WeightUpdateGate(4)
+    async with SentCall(gate, "a") as first, SentCall(gate, "b") as second:
+        await gate.hold(ttl_s=60, drain_s=0, upstream="a")
+        assert (gate.holds("a"), gate.holds("b"), gate.held) == (True, False, False)
+        await gate.set_version(5, upstream="a")
+        gate.release("a")
+        assert (first.arrival_version(), second.arrival_version()) == (5, 4)
+        async with SentCall(gate, "a") as third, SentCall(gate, "b") as fourth:
+            assert (third.version, fourth.version) == (5, 4)
+            fourth.sent_to("a")  # the other one did not answer
+            assert fourth.version == 5
+        await gate.hold(ttl_s=60, drain_s=0, upstream="b")
+        await gate.set_version(5, upstream="b")
+        gate.release("b")
+        await gate.set_version(5)
+        assert not first.version_unknown
+        assert not second.version_unknown
+        assert (first.arrival_version(), second.arrival_version()) == (5, 5)
+    assert "upstreams" not in gate.state()
+
+
+async def test_what_cannot_be_split_is_of_no_version_on_the_server_that_changed_alone() -> None:
+    gate = WeightUpdateGate(4)
+    whole = [SentCall(gate, url, streaming=False) for url in ("a", "b")]
+    async with whole[0] as here, whole[1] as there:
+        assert await gate.hold(ttl_s=60, drain_s=0, upstream="a") == 1
+        await gate.set_version(5, upstream="a")
+        gate.release("a")
+        assert (here.version_unknown, there.version_unknown) == (True, False)
+        async with SentCall(gate, "a", streaming=False) as later:
+            await gate.set_version(5, upstream="b")
+            await gate.set_version(5)
+            assert not later.version_unknown, "all of it was sampled by 5"
+            assert there.version_unknown
+
+
+async def test_a_push_to_one_server_does_not_wait_for_tokens_of_another() -> None:
+    gate = WeightUpdateGate(4)
+    async with SentCall(gate, "a"), SentCall(gate, "b") as busy:
+        marking = asyncio.create_task(gate.set_version(5, upstream="a"))
+        arrived = 0
+        while not marking.done():
+            busy.arrival_version()
+            arrived += 1
+            await asyncio.sleep(0)
+        assert arrived > SETTLE_TICKS
+        began = time.monotonic()
+        await gate.set_version(6, upstream="a")
+        assert time.monotonic() - began < SETTLE_LIMIT_S
+
+
+async def test_a_server_is_drained_of_its_own_whole_calls_and_given_calls_again_in_time() -> None:
+    gate = WeightUpdateGate(4)
+    again = asyncio.Event()
+    gate.on_release = again.set
+    async with SentCall(gate, "b", streaming=False), AsyncExitStack() as stack:
+        await stack.enter_async_context(SentCall(gate, "a", streaming=False))
+        holding = asyncio.create_task(gate.hold(ttl_s=60, drain_s=60, upstream="a"))
+        await asyncio.sleep(0)
+        assert not holding.done()
+        await stack.aclose()
+        assert await holding == 0, "that of the other server goes on"
+    await gate.hold(ttl_s=0.01, drain_s=0, upstream="a")
+    await again.wait()
+    assert not gate.holds("a"), "nobody released it"
+    await gate.hold(ttl_s=60, drain_s=0, upstream="a")
+    gate.release()
+    assert not gate.holds("a"), "a release of all is one of each"
+
+
+def test_the_control_api_takes_one_server_and_a_canary(rig: ProxyWithEngine) -> None:
+    url = rig.engine_url
+    push(rig.http, "hold", ttl_s=60, upstream=url)
+    push(rig.http, "version", version=7, upstream=url)
+    assert apart(rig.http)["upstreams"] == {url: {"version": 7, "held": True}}
+    assert "upstreams" not in state(rig.http), "agents need not know where engines are"
+    push(rig.http, "release", upstream=url)
+    push(rig.http, "canary", upstream=url, share=0.25)
+    assert apart(rig.http)["canary"] == {"upstream": url, "share": 0.25}
+    rig.client.chat.completions.create(model=MODEL, messages=HELLO)
+    [turn] = rig.turns()
+    assert {version for version, _ in turn.policy_versions} == {7}
+    push(rig.http, "canary", share=0)
+    push(rig.http, "version", version=7)
+    assert apart(rig.http) == {"version": 7, "held": False, "in_flight": 0, "waiting": 0}
+    body = {"version": 8, "upstream": "http://elsewhere"}
+    answer = rig.http.post("/api/push/version", json=body, headers=CONTROL)
+    assert answer.status_code == 400
+    assert "http://elsewhere is none of this proxy's servers" in answer.text
+
+
+def test_each_rollout_has_one_side_of_a_canary_and_its_engines_version(
+    rig: ProxyWithEngine, serve_proxy: ServeProxy
+) -> None:
+    other = EngineServer()
+    other.engine = MockEngine()
+    with (
+        serving(other, lifespan="off") as url,
+        serve_proxy(upstream=f"{rig.engine_url},{url}", control_key=CONTROL_KEY) as http,
+    ):
+        push(http, "canary", upstream=url, share=0.5)
+        push(http, "hold", ttl_s=60, upstream=url)
+        push(http, "version", version=7, upstream=url)
+        push(http, "release", upstream=url)
+        for n in range(16):
+            for _ in range(2):
+                body = {"model": MODEL, "messages": HELLO}
+                answer = http.post(f"/rollouts/c{n}/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+        tried = [f"c{n}" for n in range(16) if Canary(url, 0.5).has(f"c{n}")]
+        assert 0 < len(tried) < 16
+        for n in range(16):
+            versions = {v for turn in rig.turns(f"c{n}") for v, _ in turn.policy_versions}
+            assert versions == {7 if f"c{n}" in tried else 0}
+        assert len(other.engine.requests) == 2 * len(tried)
+        push(http, "hold", ttl_s=60, upstream=url)
+        late = http.post(f"/rollouts/{tried[0]}/v1/chat/completions", json=body)
+        assert late.status_code == 200, "the others take the calls of an engine that stands still"
+        assert rig.turns(tried[0])[-1].policy_versions[0][0] == 0

@@ -115,6 +115,7 @@ def test_who_writes_at_once_is_told_that_its_client_is_behind() -> None:
         behind.set()
         await send({"type": "http.response.body", "body": b"drained", "more_body": True})
         assert write(b"end") is False
+        assert scope[protocol.WRITE_FRAMES](b"2\r\n, \r\n4\r\nthen\r\n") is False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         assert write(b"too late") is None
 
@@ -126,8 +127,9 @@ def test_who_writes_at_once_is_told_that_its_client_is_behind() -> None:
         assert behind.wait(60)
         answer = HTTPResponse(client)
         answer.begin()
-        assert answer.read() == piece * written[0] + b"drained" + b"end"
+        assert answer.read() == piece * written[0] + b"drained" + b"end, then"
         eventually(lambda: protocol.WRITE_CHUNK not in scopes[0])
+        assert protocol.WRITE_FRAMES not in scopes[0]
 
 
 def test_a_whole_answer_may_be_fetched_slowly() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import httpx
 import openai
 import pytest
+from starlette.types import Message
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
@@ -119,3 +120,16 @@ async def test_a_line_that_speaks_is_not_filled() -> None:
     assert 2 <= fillers <= 3
     await asyncio.sleep(0.25)
     assert sent.count(b"filler") == fillers, "silence after the end"
+
+
+async def test_pieces_are_decoded_where_the_server_cannot_be_written_to_at_once() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    with StreamedResponse({}, send, "text/plain", lambda: b"", 20) as response:
+        assert response.write_frames(b"3\r\none\r\n4\r\n\r\ntw\r\n") is True
+        assert response.write_frames(b"1\r\no\r\n") is True
+        await response.drain()
+    assert b"".join(sent) == b"one\r\ntwo"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tracegrad.events import Json
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.workers.group_requests import ANSWER_S, LOOK_S, GateNow, GroupRequests
 
 HOLD = {"ask": "hold", "args": {"ttl_s": 60.0, "drain_s": 2.0}, "number": 5}
@@ -67,3 +68,20 @@ def test_the_gate_that_a_new_worker_joins() -> None:
     group.ask({"ask": "release", "args": {}, "number": 8}, [0])
     assert group.requests.gate.held_for(101.0) is None
     assert GateNow(0, held=True).held_for(1e9) == float("inf")
+
+
+def test_a_worker_that_starts_joins_what_single_servers_have() -> None:
+    gate = GateNow(4)
+    gate = gate.after("hold", {"ttl_s": 60, "drain_s": 1, "upstream": "a"}, 100.0)
+    gate = gate.after("set_version", {"version": 5, "upstream": "a"}, 100.0)
+    gate = gate.after("set_canary", {"upstream": "a", "share": 0.1}, 100.0)
+    assert gate == GateNow(
+        4, pushes=True, versions=(("a", 5),), holds=(("a", 160.0),), canary=Canary("a", 0.1)
+    )
+    gate = gate.after("release", {"upstream": "a"}, 101.0)
+    gate = gate.after("set_version", {"version": 6, "upstream": "a"}, 101.0)
+    assert (gate.versions, gate.holds) == ((("a", 6),), ())
+    gate = gate.after("set_canary", {"upstream": None, "share": 0.0}, 102.0)
+    assert gate.after("set_version", {"version": 6, "upstream": None}, 102.0) == GateNow(
+        6, pushes=True
+    )

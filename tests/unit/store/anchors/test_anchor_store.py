@@ -52,9 +52,14 @@ def ended(
 
 
 def add_demonstration(
-    store: Store, rollout_id: str = "e", turns: int = 3, reward: float = 1.0
+    store: Store,
+    rollout_id: str = "e",
+    turns: int = 3,
+    reward: float = 1.0,
+    *,
+    held_out: bool = False,
 ) -> None:
-    opened = RolloutStarted(rollout_id=rollout_id, task_id="t")
+    opened = RolloutStarted(rollout_id=rollout_id, task_id="t", held_out=held_out)
     store.append([opened, *turns_of(rollout_id, turns), *ended(rollout_id, reward)])
 
 
@@ -79,6 +84,7 @@ def test_without_a_demonstration_a_task_is_sampled_from_its_beginning(store: Sto
     assert row.tags == {"split": "train", "anchor_task": "t", "anchor": "0"}
     assert row.agent == "a"
     add_demonstration(store, "failed", reward=0.5)
+    add_demonstration(store, "eval", held_out=True)
     assert mine.next("t")[0].demonstration is None
     end(store, found, 1.0)
     [after] = mine.next("t")

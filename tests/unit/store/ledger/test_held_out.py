@@ -1,9 +1,16 @@
-"""Held-out rollouts are for evaluation: they are consumed with that reason, and never leased."""
+"""Held-out rollouts, by mark or by tags, are consumed with that reason, and never leased."""
 
 from __future__ import annotations
 
-from support.store.events import rollout_events
-from tracegrad.store import Ledger, Store
+import pytest
+
+from support.store.events import make_turn, rollout_events
+from support.store.intake_requests import intake_request
+from tracegrad.events import Outcome, RolloutFinished, RolloutInferred, RolloutStarted
+from tracegrad.store import Group, Ledger, RolloutFilter, Store
+from tracegrad.store.ledger.intake import Intake
+from tracegrad.store.ledger.leases import OverSample
+from tracegrad.store.maintenance import examine
 from tracegrad.store.read.held_out import held_out_rollouts
 
 HELD_OUT = {"split": "held_out"}
@@ -30,6 +37,89 @@ def test_they_are_never_leased_and_their_turns_have_the_reason(store: Store) -> 
     assert store.turn_counts({}).skipped == {"held_out": 4}
 
 
+def leased(groups: list[Group]) -> set[str]:
+    return {one.rollout_id for group in groups for one in group.rollouts}
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("tags", [{}, {"split": "train"}])
+@pytest.mark.parametrize("held_out", [None, HELD_OUT])
+def test_marked_ones_are_never_leased_whatever_the_settings(
+    store: Store, group_size: int, tags: dict[str, str], held_out: dict[str, str] | None
+) -> None:
+    """They stand among others of their task, and carry the tags that training asks for."""
+    train = {"split": "train"}
+    for name in ("a", "b"):
+        store.append(rollout_events(name, tags=train))
+        store.append(rollout_events(f"eval-{name}", at=900.0, tags=train, held_out=True))
+    store.append(rollout_events("eval-crash", tags=train, held_out=True, outcome=Outcome.ENV_ERROR))
+    ledger = Ledger(store)
+    [*peeked] = ledger.preview(groups=9, group_size=group_size, tags=tags).groups
+    assert leased(peeked) == {"a", "b"}
+    assert ledger.readiness(group_size=group_size, tags=tags).groups == 2 // group_size
+    groups = ledger.lease(
+        groups=9,
+        at_least=1,
+        group_size=group_size,
+        owner="me",
+        ttl_s=60,
+        tags=tags,
+        held_out=held_out,
+        incomplete_after_s=0.0,
+        over_sample=OverSample(2),
+    )
+    assert leased(groups) == {"a", "b"}
+    assert {one.reward for group in groups for one in group.rollouts} == {1.0}
+    assert store.turn_counts(tags).skipped == {"held_out": 4, "env_error": 2}
+    assert all(one.state == "consumed" for one in store.rollouts(RolloutFilter(held_out=True)))
+    assert examine(store).ok
+
+
+def test_marked_ones_are_counted_from_their_opening_on(store: Store) -> None:
+    """What else keeps a rollout from training is no news of one that is never trained."""
+    opened = RolloutStarted(rollout_id="open", held_out=True)
+    store.append([opened, make_turn("open.0", "open")])
+    store.append(rollout_events("unrewarded", tags={"split": "val"}, reward=None, held_out=True))
+    assert store.turn_counts({"split": "train"}).pending == {"held_out": 3}
+    found = Ledger(store).readiness(group_size=2, tags={"split": "train"})
+    assert found.states == {"held_out": 2}
+    assert [row.state for row in store.rollouts(RolloutFilter(state="held_out"))] == [
+        "held_out",
+        "held_out",
+    ]
+
+
+def test_the_first_opening_says_it_and_inferred_ones_are_not_marked(store: Store) -> None:
+    store.append([make_turn("t", "r")])  # a call may be stored before its rollout's opening
+    store.append([RolloutStarted(rollout_id="r", held_out=True)])
+    store.append([RolloutStarted(rollout_id="r")])
+    store.append([RolloutInferred(rollout_id="live"), make_turn("l", "live")])
+    assert {row.rollout_id: row.held_out for row in store.rollouts()} == {"r": True, "live": False}
+
+
+def test_a_group_is_not_cut_by_marked_ones(store: Store) -> None:
+    """One that still runs stays what it is: held out, and not over-sampled."""
+    store.append([RolloutStarted(rollout_id="eval", task_id="task", opened_at=1.0, held_out=True)])
+    store.append([make_turn("e", "eval")])
+    for name in ("a", "b", "c"):
+        store.append(rollout_events(name))
+    ledger = Ledger(store)
+    ledger.lease(groups=1, group_size=2, owner="me", ttl_s=60, over_sample=OverSample(1))
+    assert store.turn_counts({}).skipped == {"over_sampled": 2}, "c"
+    assert store.turn_counts({}).pending["held_out"] == 1
+    store.append([RolloutFinished(rollout_id="eval")])
+    assert store.rollout("eval").summary.state == "held_out"
+
+
+def test_marked_ones_take_no_drivers_place(store: Store) -> None:
+    intake = Intake(store)
+    intake.request(intake_request(in_flight=2))
+    for name in ("e1", "e2"):
+        store.append(rollout_events(name, outcome=None, reward=None, held_out=True, turns=0))
+        assert not intake.needs_place(name)
+    assert len(intake.ask(2).rollout_ids) == 2
+
+
 def test_a_preview_has_none_of_them(store: Store) -> None:
     for name in ("a", "b"):
         store.append(rollout_events(name, tags=HELD_OUT))
@@ -52,10 +142,12 @@ def test_they_are_read_by_the_versions_that_sampled_them(store: Store) -> None:
     store.append(rollout_events("later", tags=HELD_OUT, at=10, version=3))
     store.append(rollout_events("train", at=10, version=1))
     store.append(rollout_events("unrewarded", tags=HELD_OUT, version=1, reward=None))
+    store.append(rollout_events("marked", at=30, version=2, held_out=True))
     lease(store)
     with store.reading() as connection:
         found = held_out_rollouts(connection, HELD_OUT, [1, 2])
     assert [(one.rollout_id, one.reward, one.versions) for one in found] == [
         ("a", 1.0, frozenset({1})),
         ("b", 0.5, frozenset({2})),
+        ("marked", 1.0, frozenset({2})),
     ]

@@ -22,6 +22,7 @@ from tracegrad.events import (
     RolloutStarted,
     Span,
     Turn,
+    token_id_array,
 )
 from tracegrad.store import (
     AmbiguousRollout,
@@ -33,6 +34,29 @@ from tracegrad.store import (
 )
 from tracegrad.store.expressions import begins_with
 from tracegrad.store.models import Rollouts
+
+
+def test_attempts_that_begin_with_one_long_prompt_are_each_what_they_were(store: Store) -> None:
+    """It is packed once; a child still proves that it begins with it."""
+    prompt = token_id_array(range(2000))
+    roots = [
+        replace(make_turn(f"t{at}", rollout_id=f"r{at}"), prompt_token_ids=prompt[:])
+        for at in range(3)
+    ]
+    for root in roots:
+        store.append([root])
+    child = make_turn("c", parent=roots[2], rollout_id="r2")
+    store.append([child])
+    assert [store.rollout_turns(f"r{at}") for at in range(3)] == [
+        [roots[0]],
+        [roots[1]],
+        [roots[2], child],
+    ]
+    other = replace(
+        child, turn_id="d", prompt_token_ids=token_id_array([7, *child.prompt_token_ids[1:]])
+    )
+    with pytest.raises(EventRejected, match="does not begin with"):
+        store.append([other])
 
 
 def test_every_field_of_every_event_comes_back(store: Store) -> None:

@@ -310,6 +310,10 @@ def test_what_runs_says_where_it_began_and_what_it_waits_for(store: Store, tmp_p
     assert "this run        resumes from step 39, version 39" in text
     assert "placement       vLLM on GPU 0" in text
     assert f"waiting         {waits}" in text
+    evaluator = RunState(tmp_path, "evaluator")
+    evaluator.update(stage="evaluating", version=7, passes=4, failed=1, error="exit code 3")
+    text = printed(collect_status(store, tmp_path, resolved=resolved), 120)
+    assert "run against version 7; 4 runs of the tasks; 1 failed: exit code 3" in text
     ranks.update(stage="training")
     assert collect_status(store, tmp_path, resolved=resolved).waiting_for is None
     assert collect_status(store, tmp_path, resolved={"batches": {}}).waiting_for is None

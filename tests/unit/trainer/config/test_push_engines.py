@@ -23,6 +23,12 @@ def test_calls_go_to_all_engines_that_a_push_goes_to(tmp_path: Path) -> None:
         ({"engines": ["http://a:1", "http://a:1/"]}, False, "push.engines: names an engine twice"),
         ({"engines": ["http://a:1"]}, True, "push.engines: with gpus.share vLLM sleeps"),
         ({"transport": "gloo"}, True, "push.transport = 'gloo': with gpus.share vLLM sleeps"),
+        ({"rollout": "rolling"}, False, "push.rollout = 'rolling': there is one engine"),
+        (
+            {"rollout": "rolling", "engines": ["http://a:1"], "kv_cache": "keep"},
+            False,
+            "push.kv_cache = 'keep': with push.rollout = 'rolling'",
+        ),
         ({"transport": "nccl"}, False, "push.transport = 'nccl' goes from GPU to GPU"),
     ],
 )

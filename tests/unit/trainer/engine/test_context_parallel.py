@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -15,9 +16,10 @@ from pydantic import ValidationError
 from support.trainer import context_ranks
 from support.trainer.context_ranks import VARIANTS
 from support.trainer.ranks import run_on_ranks
+from support.trainer.tiny_models import make
 from tracegrad_trainer.engine import FsdpSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel, repeats_of
-from tracegrad_trainer.engine.model.context_trial import _divides
+from tracegrad_trainer.engine.model.context_trial import _divides, sharing_group
 
 ODD = ["trees", "one token a rank", "no targets", "compiled", "compiled, filled up"]
 EXACT = 2e-5  # of float32 sums in another order, through two layers
@@ -54,6 +56,36 @@ def test_what_cannot_be_shared_is_refused_by_name(seen: dict[str, Any]) -> None:
     assert "Qwen3_5ForCausalLM has layers that carry a state along" in seen["said"]["state"]
     assert "LlamaForCausalLM looks at a row's other tokens by more than" in seen["said"]["mixes"]
     assert "fsdp.context_parallel = 3: 4 ranks cannot be divided by it" in seen["said"]["ranks"]
+
+
+def test_by_default_ranks_share_rows_where_the_model_allows_it(seen: dict[str, Any]) -> None:
+    found = seen["chosen"]
+    assert (found["CPU"], found["fits"], found["mixes"]) == (1, 2, 1)
+    assert found["machines"] == 2, "every rank has the same"
+    assert found["recorded"] == 4, "as the step was taken"
+    assert "LlamaForCausalLM looks at a row's other" in found["no more"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "local", "expected"),
+    [
+        ("qwen3", {}, 4, 4),  # 4 heads
+        ("qwen3", {}, 8, 4),
+        ("qwen3", {}, 2, 2),
+        ("qwen3", {}, 3, 1),
+        ("qwen3", {}, 6, 2),
+        ("qwen3", {"routing": "r3"}, 4, 1),
+        ("qwen3", {"attention": "sdpa"}, 4, 1),
+        ("qwen3_5", {}, 4, 1),  # a state along a row
+    ],
+)
+def test_the_most_of_a_machine_that_the_heads_allow_share_rows(
+    kind: str, settings: dict[str, Any], local: int, expected: int
+) -> None:
+    made, fsdp = [make(kind)], FsdpSettings(**settings)
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert sharing_group(made, fsdp, gpu, local) == expected
+    assert sharing_group(made, fsdp, cpu, local) == 1
 
 
 @pytest.mark.parametrize(

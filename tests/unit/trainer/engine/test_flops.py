@@ -19,7 +19,7 @@ from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.flops import attention_parity, flops
+from tracegrad_trainer.engine.flops import attention_parity, exchange_share, flops
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import experts_per_token
 from tracegrad_trainer.engine.peak_flops import peak_flops
@@ -120,26 +120,44 @@ def test_nothing_is_said_of_what_a_maker_does_not_say(monkeypatch: pytest.Monkey
     assert peak_flops(torch.device("cpu"), torch.bfloat16) is None
 
 
-def test_attention_costs_as_much_as_all_else_in_longer_rows_of_larger_models() -> None:
-    def parity(hidden: int, inner: int, layers: int, heads: int) -> float:
-        config = Qwen3Config(
-            hidden_size=hidden,
-            intermediate_size=inner,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=8,
-            head_dim=128,
-            vocab_size=151_936,
-        )
-        with torch.device("meta"):
-            return attention_parity(AutoModelForCausalLM.from_config(config))
+def qwen3(hidden: int, inner: int, layers: int, heads: int) -> Any:
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151_936,
+    )
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
 
+
+SMALL, LARGE = (1024, 3072, 28, 16), (4096, 12_288, 36, 32)  # 0.6B, 8B
+
+
+def test_attention_costs_as_much_as_all_else_in_longer_rows_of_larger_models() -> None:
+    small, large = (attention_parity(qwen3(*sizes)) for sizes in (SMALL, LARGE))
     # Half of a row is seen by a token: 12 N tokens against 12 layers x width x tokens / 2 x tokens.
-    assert parity(1024, 3072, 28, 16) == pytest.approx(2 * 596e6 / (2 * 28 * 2048), rel=0.01)
-    assert 45_000 < parity(4096, 12_288, 36, 32) < 60_000
+    assert small == pytest.approx(2 * 596e6 / (2 * 28 * 2048), rel=0.01)
+    assert 45_000 < large < 60_000
     with torch.device("meta"):
         windows = MistralConfig(**tiny_sizes(61), sliding_window=8)
         assert attention_parity(AutoModelForCausalLM.from_config(windows)) == 1e12
+
+
+def test_exchanges_cost_a_larger_share_of_smaller_models() -> None:
+    small, large = qwen3(*SMALL), qwen3(*LARGE)
+    # In bfloat16 and both ways: 16 heads of queries and what they attended to, 8 of keys, 8 of
+    # values; 7 of 8 parts go to others; 1256 operations a byte.
+    sent = 28 * 2 * 2 * 128 * (2 * 16 + 2 * 8) * 7 / 8
+    assert exchange_share(small, 8) == pytest.approx(1256 * sent / (6 * 596e6), rel=0.01)
+    assert exchange_share(small, 1) == 0
+    assert exchange_share(small, 2) < exchange_share(small, 8)
+    assert exchange_share(large, 8) < exchange_share(small, 8) / 4
+    # 16 ranks need each head of keys twice.
+    assert exchange_share(small, 16) > exchange_share(small, 8) * 15 / 14
 
 
 def test_layers_without_attention_see_no_token() -> None:

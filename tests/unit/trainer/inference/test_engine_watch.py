@@ -120,7 +120,7 @@ def test_a_restore_that_failed_half_way_is_made_again_whatever_the_engine_says(
 ) -> None:
     pusher.push(1, weights(1.0))
     engine.start_again()
-    engine.refuse = lambda number, path: path in ("/update_weights", "/start_weight_update")
+    engine.refuse = lambda number, path: path == "/finish_weight_update"
     with pytest.raises(EngineLostError):
         pusher.restore()
     engine.refuse = lambda number, path: False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from torch import Tensor
 
 from tracegrad_trainer.inference import publish, weight_files
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
+from tracegrad_trainer.inference.live_weights import GatherOrder, LiveWeights
 from tracegrad_trainer.inference.logprob_probe import ProbeMismatchError, ProbeSample
+from tracegrad_trainer.inference.m2n_push import M2nOrder
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.losses.logprob_gap import BOUNDS, LogprobGap
@@ -125,8 +128,10 @@ def test_each_engine_is_held_against_the_trainer_by_itself(
     """One that is .2 nats off everywhere, twenty times what bfloat16 rounds, is within the bounds
     if it is measured together with two that are right."""
     off = {"http://a": 0.01, "http://b": 0.01, "http://c": 0.01}
+    asked: list[str] = []
 
     def sample(url: str, prompts: object, **options: object) -> list[ProbeSample]:
+        asked.append(url)
         return [ProbeSample([1], [2] * 32, [-1 - off[url]] * 32) for _ in range(8)]
 
     monkeypatch.setattr(publish, "sample_probes", sample)
@@ -148,6 +153,8 @@ def test_each_engine_is_held_against_the_trainer_by_itself(
     probing()
     assert probing.gap is not None
     assert probing.gap.p50 == pytest.approx(0.01)
+    probing("http://c")
+    assert asked == ["http://a", "http://b", "http://c", "http://c"]
     off["http://b"] = 0.2
     gaps = [value for value in off.values() for _ in range(256)]
     assert LogprobGap.of(gaps).within(BOUNDS["bfloat16"])
@@ -177,3 +184,34 @@ def test_a_bucket_of_tensors_is_in_memory_at_a_time(
     assert isinstance(new, ServedWeights)
     assert len(new.paths) == 10
     assert most <= 6
+
+
+def test_other_ranks_take_part_as_often_as_rank_0_orders(
+    publisher: WeightPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = Gather({"w": torch.zeros(2, 2), "norm": torch.zeros(2)})
+    monkeypatch.setattr(publish, "full_tensors", gather)
+    samples = [ProbeSample([1], [2], [-1.0])]
+    orders = [GatherOrder(), M2nOrder("10.0.0.1", 1, 3), M2nOrder(), samples, GatherOrder()]
+    told = iter([*orders, samples, None])  # engines that change in turn are proven in turn
+    proven: list[object] = []
+    monkeypatch.setattr(publisher, "trained_logprobs", proven.append, raising=False)
+    monkeypatch.setattr(publish, "_share", lambda _: next(told))
+    sent: list[M2nOrder] = []
+    publisher._sender = SimpleNamespace(take_part=sent.append)  # type: ignore[assignment]
+    publisher._follow()
+    assert gather.asked == 4
+    assert sent == [M2nOrder("10.0.0.1", 1, 3), M2nOrder()]
+    assert proven == [samples, samples]
+    assert next(told, "all") == "all"
+
+
+def test_what_rank_0_does_not_send_is_gathered_all_the_same() -> None:
+    """The others are in that collective."""
+    gather = Gather({name: torch.zeros(1) for name in "abc"})
+    ordered: list[GatherOrder] = []
+    live = LiveWeights(ordered.append, lambda: gather(None), lambda gathered: gathered)
+    with suppress(OSError), live.tensors() as tensors:
+        next(tensors)
+        raise OSError
+    assert (len(ordered), gather.asked) == (1, 3)

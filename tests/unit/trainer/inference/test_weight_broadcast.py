@@ -28,7 +28,8 @@ from tracegrad_trainer.inference.control_routes import (
 from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.transfer_group import address_towards, host_store
-from tracegrad_trainer.inference.weight_broadcast import BroadcastControl, transport_of
+from tracegrad_trainer.inference.transports import transport_of
+from tracegrad_trainer.inference.weight_broadcast import BroadcastControl
 from tracegrad_trainer.inference.weight_push import WeightPusher
 
 GLOO = transport_of("gloo", torch.device("cpu"))

@@ -17,6 +17,7 @@ from tracegrad_trainer.inference.weight_buckets import (
     TensorSpec,
     bucket_bytes,
     in_buckets,
+    names_in_parts,
     places,
     unpack,
 )
@@ -85,3 +86,14 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         BucketReader([str(path)])
     with pytest.raises(ValueError, match="w: 'Tensor' is no dtype of torch"):
         _ = TensorSpec("w", "Tensor", [1]).nbytes
+
+
+def test_parts_name_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_buckets, "PART_BYTES", 100)
+    files = [str(tmp_path / "0.safetensors"), str(tmp_path / "1.safetensors")]
+    save_file({"a": torch.zeros(8), "b": torch.zeros(100)}, files[0])
+    save_file({"c": torch.zeros(4), "d": torch.zeros(4)}, files[1])
+    parts = names_in_parts(files)
+    assert sorted(name for part in parts for name in part) == ["a", "b", "c", "d"]
+    assert ["b"] in parts
+    assert len(parts) == 3

@@ -52,6 +52,7 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
 
 PAUSE = "/pause keep true"
 LOAD = ["/start_weight_update", "/update_weights", "/finish_weight_update"]
+STAGE, LOAD_STAGED = LOAD[:2], LOAD[2]
 
 
 def test_a_push_walks_in_order(engine: SleepingEngine, pusher: WeightPusher) -> None:
@@ -61,29 +62,29 @@ def test_a_push_walks_in_order(engine: SleepingEngine, pusher: WeightPusher) -> 
 
     report = pusher.push(1, weights(1.0), verify)
     assert engine.calls == [
-        "/api/push/hold", PAUSE, *LOAD, "/api/push/version", "/resume", "verify",
+        *STAGE, "/api/push/hold", PAUSE, LOAD_STAGED, "/api/push/version", "/resume", "verify",
         "/api/push/release",
     ]  # fmt: skip
     assert engine.sent("/finish_weight_update") == [{"weight_version": "1"}]
     assert engine.sent("/api/push/version") == [{"version": 1}]
     assert engine.loaded == [1.0]
     assert pusher.version == 1
-    stages = ["write", "hold", "pause", "load", "set_version", "resume", "verify", "release"]
-    assert list(report.seconds) == stages
-    assert report.paused_s == sum(report.seconds[stage] for stage in stages[2:6])
+    stages = ["write", "stage", "hold", "pause", "load", "set_version", "resume", "verify"]
+    assert list(report.seconds) == [*stages, "release"]
+    assert report.paused_s == sum(report.seconds[stage] for stage in stages[3:7])
 
 
-def test_a_refused_update_puts_the_checkpoint_back(
-    engine: SleepingEngine, pusher: WeightPusher
+@pytest.mark.parametrize("call", STAGE)
+def test_what_cannot_be_made_ready_holds_no_call(
+    engine: SleepingEngine, pusher: WeightPusher, call: str
 ) -> None:
-    engine.refuse_once("/update_weights")
-    with pytest.raises(PushError, match=r"version 1 is not served, version 0 still is.*not today"):
+    engine.refuse = lambda number, path: path == call
+    with pytest.raises(PushError, match=r"version 1 is not pushed: vLLM refused .*not today"):
         pusher.push(1, weights(1.0))
-    assert engine.loaded == [0.5]
-    assert engine.sent("/finish_weight_update") == [{"weight_version": "0"}]
-    assert engine.calls[-2:] == ["/resume", "/api/push/release"]
+    assert set(engine.calls) <= set(LOAD)
     assert pusher.version == 0
 
+    engine.refuse = lambda number, path: False
     pusher.push(2, weights(2.0))
     assert engine.loaded[-1] == 2.0
 
@@ -144,7 +145,7 @@ def test_a_kept_cache_is_cleared_where_a_number_is_served_again(
 def test_an_engine_without_weights_is_not_resumed(
     engine: SleepingEngine, pusher: WeightPusher
 ) -> None:
-    engine.refuse = lambda number, path: path == "/update_weights"
+    engine.refuse = lambda number, path: path == LOAD_STAGED
     with pytest.raises(EngineLostError, match="paused without usable weights, restart it"):
         pusher.push(1, weights(1.0))
     assert "/resume" not in engine.calls
@@ -156,7 +157,7 @@ def test_an_update_that_a_killed_pusher_left_open_is_ended_first(
 ) -> None:
     engine.state.updating = True
     pusher.push(1, weights(1.0))
-    assert engine.calls[2:7] == [*LOAD[:2], *LOAD]
+    assert engine.calls[:4] == [*STAGE, *STAGE]
     assert engine.loaded == [1.0]
 
 
@@ -188,11 +189,11 @@ def test_a_dead_engine_is_one_line(engine: SleepingEngine, tmp_path: Path) -> No
     url = f"http://127.0.0.1:{find_free_port()}"
     with (
         WeightPusher(url, engine.url, directory=tmp_path) as pusher,
-        pytest.raises(EngineLostError, match=f"vLLM at {url} does not answer /pause") as caught,
+        pytest.raises(EngineLostError, match=f"vLLM at {url} does not answer /start") as caught,
     ):
         pusher.push(1, weights(1.0))
     assert "\n" not in str(caught.value)
-    assert engine.calls == ["/api/push/hold", "/api/push/release"]
+    assert engine.calls == []
 
 
 def test_a_checkpoint_without_weights_is_refused(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_a_push_goes_to_all_engines(
     engine: SleepingEngine, second: SleepingEngine, both: WeightPusher
 ) -> None:
     both.push(1, weights(1.0))
-    assert second.calls == [PAUSE, *LOAD, "/resume"]
+    assert second.calls == [*STAGE, PAUSE, LOAD_STAGED, "/resume"]
     assert [path for path in engine.calls if not path.startswith("/api/")] == second.calls
     assert engine.calls.count("/api/push/version") == 1
     assert engine.loaded == second.loaded == [1.0]
@@ -226,11 +227,10 @@ def test_what_one_engine_refuses_is_taken_back_from_all(
     engine: SleepingEngine, second: SleepingEngine, both: WeightPusher
 ) -> None:
     both.push(1, weights(1.0))
-    second.refuse_once("/update_weights")
+    second.refuse_once(LOAD_STAGED)
     with pytest.raises(PushError, match=f"version 1 still is: engine {second.url}: .*not today"):
         both.push(2, weights(2.0))
-    assert engine.loaded == [1.0, 2.0, 1.0]
-    assert second.loaded == [1.0, 1.0]
+    assert engine.loaded == second.loaded == [1.0, 2.0, 1.0]
     assert both.version == 1
     assert engine.calls[-1] == "/api/push/release"
     assert second.calls[-1] == "/resume"
@@ -244,8 +244,9 @@ def test_a_pause_that_one_engine_refuses_holds_none(
     second.refuse_once(PAUSE)
     with pytest.raises(PushError, match=f"engine {second.url}"):
         both.push(1, weights(1.0))
-    assert engine.calls[-3:] == [PAUSE, "/resume", "/api/push/release"]
-    assert engine.loaded == second.loaded == []
+    assert engine.calls[-4:] == [PAUSE, "/resume", "/api/push/release", LOAD[1]]
+    assert LOAD_STAGED not in engine.calls + second.calls
+    assert [each.state.updating for each in (engine, second)] == [False, False]
 
 
 def test_where_one_engine_is_lost_the_others_serve_what_they_did(
@@ -253,7 +254,7 @@ def test_where_one_engine_is_lost_the_others_serve_what_they_did(
 ) -> None:
     both.push(1, weights(1.0))
 
-    second.refuse = gone_at("/update_weights")
+    second.refuse = gone_at(LOAD_STAGED)
     with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
         both.push(2, weights(2.0))
     assert engine.loaded == [1.0, 2.0, 1.0]
@@ -265,7 +266,7 @@ def test_an_engine_that_hangs_is_waited_for_once_and_calls_are_held_meanwhile(
     engine: SleepingEngine, second: SleepingEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
     over = Event()
-    second.refuse = lambda number, path: path == "/start_weight_update" and over.wait(60)
+    second.refuse = lambda number, path: path == LOAD_STAGED and over.wait(60)
     urls = [engine.url, second.url]
     with WeightPusher(
         urls, engine.url, checkpoint=checkpoint, directory=tmp_path, timeout_s=1
@@ -273,7 +274,7 @@ def test_an_engine_that_hangs_is_waited_for_once_and_calls_are_held_meanwhile(
         with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
             pusher.push(1, weights(1.0))
         over.set()
-    assert second.calls.count("/start_weight_update") == 1
+    assert second.calls.count(LOAD_STAGED) == 1
     assert serves(engine) == (0.5, 0)
     [hold] = engine.sent("/api/push/hold")
     assert hold["ttl_s"] == 120 + 1
@@ -308,7 +309,7 @@ def test_one_engine_is_lost_as_all_go_on_and_nobody_serves_the_new_version(
 def test_an_engine_that_takes_no_weights_at_all_does_not_stop_the_others(
     engine: SleepingEngine, second: SleepingEngine, both: WeightPusher
 ) -> None:
-    second.refuse = lambda number, path: path == "/start_weight_update"
+    second.refuse = lambda number, path: path == LOAD_STAGED
     with pytest.raises(EngineLostError, match=f"restart it: engine {second.url}: .*not today"):
         both.push(1, weights(1.0))
     assert serves(engine) == (0.5, 0)

@@ -81,7 +81,9 @@ def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -
     private_folder(placed.state_dir / "run")
     file = write_resolved_settings(placed)
     ranks = RankProcesses(placed, file)
-    assert ranks.env["CUDA_VISIBLE_DEVICES"] == "3"
+    # Its own first; it shares memory with vLLM's.
+    assert placed.push.transport == "ipc"
+    assert ranks.env["CUDA_VISIBLE_DEVICES"] == "3,0,1,2"
     read = json.loads(file.read_text())
     assert read["gpus"] | {"vllm": "0-2", "train": "3", "share": False} == read["gpus"]
     assert read["vllm"]["data_parallel"] == 3
@@ -160,6 +162,20 @@ def test_a_start_says_why_and_which_gpus_it_left_out(settings: TrainerSettings) 
     assert any(line.startswith("- GPU 0 is left out: others hold 21.0 GiB") for line in lines)
     on_cpu = plan_serve(settings, Machine((), 64 * GIB))
     assert placement_lines(on_cpu) == ["placement: vLLM on the CPU, 1 rank on the CPU"]
+
+
+@pytest.mark.parametrize("transport", ["nccl", "ipc"])
+def test_a_machine_that_is_described_takes_what_this_one_would_not(
+    settings: TrainerSettings, transport: str
+) -> None:
+    """A push from GPU to GPU, where a CPU build of vLLM is installed."""
+    asked = f"--set=push.transport={transport}"
+    found = dry_run(settings, "--dry-run", "--gpus", "2x24GiB", asked)
+    assert found[0] == 0, found[1]
+    assert f"weights are pushed by {transport}" in found[1]
+    made = settings.with_changes(push=settings.push.model_copy(update={"transport": transport}))
+    with pytest.raises(ValueError, match="from GPU to GPU, and vLLM serves on a CPU"):
+        plan_serve(made, Machine((), 64 * GIB))
 
 
 def test_gpus_that_are_used_alike_are_one_row(settings: TrainerSettings) -> None:

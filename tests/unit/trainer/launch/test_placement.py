@@ -27,6 +27,7 @@ from tracegrad_trainer.launch.placement import (
     place,
     place_training,
 )
+from tracegrad_trainer.launch.resolve_gpus import with_placement
 
 CONFIGS: dict[str, Any] = {
     "0.6B": (Qwen3Config, (1024, 3072, 28, 16, 8, 151_936, True)),
@@ -140,6 +141,60 @@ def test_models_on_machines(
     name, lora, gib = case
     sizes = sizes_of(folder, name, lora)
     assert tuple(words(sizes, machine(count, gib)) for count in (1, 2, 4, 8)) == expected
+
+
+@pytest.mark.parametrize("case", [key for key in TABLE if key[1:] in ((False, 80), (True, 80))])
+def test_buffers_of_a_push_change_nobodys_place(folder: Path, case: tuple[str, bool, int]) -> None:
+    """Where there is no room for them beside a useful cache a push goes by files."""
+    name, lora, gib = case
+    sizes = sizes_of(folder, name, lora)
+    for count in (1, 2, 4, 8):
+        of = machine(count, gib)
+        with suppress(DoesNotFitError):
+            files = plan(sizes, of)
+            shared = plan(sizes, of, transport="ipc", transport_asked=False)
+            assert (shared.engine_gpus, shared.train_gpus) == (files.engine_gpus, files.train_gpus)
+            assert shared.shared == files.shared
+            if shared.transport == "files":
+                assert shared.gpus == files.gpus
+
+
+def test_a_push_between_gpus_has_its_buffers_planned(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", False)
+    assert sizes.largest == 2 * 151_936 * 4096, "the embedding, as it is served"
+    files = plan(sizes, machine(8, 80))
+    shared = plan(sizes, machine(8, 80), transport="ipc", transport_asked=False)
+    assert (files.transport, shared.transport) == ("files", "ipc")
+    wanted = GIB + 2 * sizes.largest  # a context of rank 0, a bucket and the worker's copy of it
+    for before, after in zip(files.gpus[:6], shared.gpus[:6], strict=True):
+        assert after.serving["a push's buffers"] == wanted
+        assert before.serving["KV cache"] - after.serving["KV cache"] == wanted
+    assert files.gpus[6:] == shared.gpus[6:], "those that train"
+    assert any(r.startswith("weights are pushed by ipc (in GPU memory") for r in shared.reasons)
+    # With one GPU the rank has a context there, and nothing gathered while it pushes.
+    one = plan(sizes_of(folder, "0.6B", False), machine(1, 80), transport="ipc")
+    assert (one.shared, one.transport) == (True, "ipc")
+    assert "a push's buffers" not in one.gpus[0].serving
+
+
+def test_a_push_goes_by_files_where_its_buffers_have_no_room(folder: Path) -> None:
+    sizes = sizes_of(folder, "8B", True)
+    wide = replace(sizes, largest=40 * GIB)
+    found = plan(wide, machine(8, 80), transport="ipc", transport_asked=False)
+    assert found.transport == "files"
+    with pytest.raises(DoesNotFitError):
+        plan(wide, machine(8, 80), transport="ipc", share=False)
+
+
+def test_the_settings_say_how_a_push_goes(folder: Path) -> None:
+    settings = settings_of(folder)
+    request = placement_request(settings, gpus=8)
+    assert (request.transport, request.transport_asked) == ("ipc", False)
+    found = place(machine(8, 80), sizes_of(folder, "8B", False), request)
+    assert with_placement(settings, found).push.transport == "ipc"
+    request = placement_request(settings_of(folder, "push.transport=files"), gpus=8)
+    assert (request.transport, request.transport_asked) == ("files", True)
+    assert placement_request(settings_of(folder, "vllm.device=cpu"), gpus=8).transport == "files"
 
 
 def test_sizes_are_those_of_the_shapes(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,13 +37,12 @@ def look(run: ServedRun) -> str | None:
 
 
 def sample(run: ServedRun, version: int, rewards: list[float], kind: str = "") -> None:
-    """Held-out rollouts of one version, that end now."""
+    """Held-out rollouts of one version, that end now: by their tags, and every other by mark."""
     for i, reward in enumerate(rewards):
         name = f"{version}-{kind}{i}"
+        how: dict[str, Any] = {"held_out": True} if i % 2 else {"tags": HELD_OUT}
         run.store.append(
-            rollout_events(
-                name, at=time.time(), tags=HELD_OUT, reward=reward, version=version, turns=1
-            )
+            rollout_events(name, at=time.time(), reward=reward, version=version, turns=1, **how)
         )
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from support.trainer.step_samples import rollout, trained
 from tracegrad.events import Reward, Turn, logprob_array, token_id_array
 from tracegrad.store import Store
+from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli.replay import show_candidates, show_replay
 from tracegrad_trainer.config.trainer import TrainerSettings, without_unused
@@ -86,16 +87,16 @@ def test_a_step_is_replayed_by_the_adamw_and_the_packing_that_it_was_taken_with(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps recorded before there was a choice do not say it."""
-    asked: list[tuple[str, float]] = []
+    asked: list[tuple[str, PackingRule]] = []
     make, load = replay_run.build_learner, replay_module.load_recorded_step
 
-    def spy(*args: Any, adamw: AdamwImplementation, parity: float) -> Any:
-        asked.append((adamw, parity))
-        return make(*args, adamw=adamw, parity=parity)
+    def spy(*args: Any, adamw: AdamwImplementation, packing: PackingRule) -> Any:
+        asked.append((adamw, packing))
+        return make(*args, adamw=adamw, packing=packing)
 
     def without(*args: Any, **kwargs: Any) -> RecordedStep:
         found = load(*args, **kwargs)
-        kept = found.batch.model_dump(exclude={"adamw", "parity"})
+        kept = found.batch.model_dump(exclude={"adamw", "packing"})
         return replace(found, batch=StepInputs.model_validate(kept))
 
     monkeypatch.setattr(replay_run, "build_learner", spy)
@@ -104,7 +105,9 @@ def test_a_step_is_replayed_by_the_adamw_and_the_packing_that_it_was_taken_with(
     run.replay(step=3)
     (now, own), (before, usual) = asked
     assert (now, before) == ("fused", "foreach")
-    assert usual == ATTENTION_PARITY != own, "that of the model, which is much smaller"
+    assert usual == PackingRule(ATTENTION_PARITY, aligned=False)
+    assert own.aligned
+    assert own.parity != ATTENTION_PARITY, "that of the model, which is much smaller"
 
 
 def test_weights_that_were_frozen_in_float32_are_so_again(run: Run) -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from support.store.events import make_turn
 from support.store.intake_requests import intake_request
-from tracegrad.events import RolloutStarted
+from tracegrad.events import RolloutInferred, RolloutStarted
 from tracegrad.store import Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.cli.render_status import describe_unusable
@@ -34,13 +34,21 @@ def prompts_of(store: Store, held_out: dict[str, str] | None = None, **more: Any
 
 
 def live(
-    store: Store, name: str, *, age_s: float = 10.0, tags: dict[str, str] | None = None, **call: Any
+    store: Store,
+    name: str,
+    *,
+    age_s: float = 10.0,
+    tags: dict[str, str] | None = None,
+    held_out: bool = False,
+    **call: Any,
 ) -> None:
     """A rollout of two turns, the first with this call."""
     request = {"model": "m", "messages": [USER], **call.pop("request", {})}
     first = make_turn(f"{name}.0", name, request=request, **call)
     second = make_turn(f"{name}.1", name, parent=first, request={**request, "tools": [TOOL]})
-    opened = RolloutStarted(rollout_id=name, opened_at=NOW - age_s, tags=tags or {})
+    opened = RolloutStarted(
+        rollout_id=name, opened_at=NOW - age_s, tags=tags or {}, held_out=held_out
+    )
     store.append([opened, first, second])
 
 
@@ -55,7 +63,8 @@ def test_the_newest_come_first_and_each_once(store: Store) -> None:
     for name, age in (("old", 30.0), ("new", 10.0), ("middle", 20.0)):
         live(store, name, age_s=age)
     prompts = prompts_of(store)
-    assert prompts.count() == (3, {})
+    found, reasons = prompts.usable()
+    assert (len(found), reasons) == (3, {})
     assert taken(prompts) == ["new", "middle", "old"]
     live(store, "newer", age_s=1.0)
     assert taken(prompts) == ["newer"]
@@ -73,6 +82,14 @@ def test_a_drivers_rollout_is_no_live_one_before_its_tags_are_there(store: Store
     live(store, place)
     live(store, "a")
     assert taken(prompts_of(store)) == ["a"]
+
+
+def test_a_call_whose_opening_may_yet_come_is_no_live_one(store: Store) -> None:
+    """The opening may say that it is held out."""
+    for name, age_s in (("now", 1.0), ("nobodys", 6.0)):
+        turn = make_turn(name, name, request={"messages": [USER]}, created_at=NOW - age_s)
+        store.append([RolloutInferred(rollout_id=name), turn])
+    assert taken(prompts_of(store)) == ["nobodys"]
 
 
 def test_only_young_ones_with_all_tags(store: Store) -> None:
@@ -104,13 +121,15 @@ def test_the_body_is_of_the_models_own_distribution(store: Store) -> None:
         ("no_request", {"request": {"messages": "none"}}),
         ("not_chat", {"dialect": "completions", "request": {"prompt": "once"}}),
         ("held_out", {"tags": {"split": "held_out", "app": "chat"}}),
+        ("held_out", {"held_out": True}),
     ],
 )
 def test_others_have_a_counted_reason(store: Store, reason: str, call: dict[str, Any]) -> None:
     live(store, "a", **call)
     live(store, "b", age_s=20.0)
     prompts = prompts_of(store, held_out={"split": "held_out"})
-    assert prompts.count() == (1, {reason: 1})
+    found, reasons = prompts.usable()
+    assert (len(found), reasons) == (1, {reason: 1})
     assert taken(prompts) == ["b"]
     assert prompts.unusable == {reason: 1}
     assert taken(prompts) == [], "nor is it counted twice"

@@ -7,6 +7,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,15 @@ from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.servers import serving
 from support.store.events import make_turn, rollout_events
 from support.trainer.judge_server import JudgeServer, judge_server
-from tracegrad.store import Store
+from tracegrad.events import RolloutStarted
+from tracegrad.store import Ledger, Scoring, Store
 from tracegrad_trainer.rewards.attempt import AttemptFailed
 from tracegrad_trainer.rewards.config import JudgeSettings, RewardSettings
 from tracegrad_trainer.rewards.judge import GroupJudge, attempt_text, parse_scores
+from tracegrad_trainer.rewards.judge_groups import groups_to_judge
 from tracegrad_trainer.rewards.rollout import ScoredRollout, ScoredTurn
 from tracegrad_trainer.rewards.scoring import ScoringRun, ScoringScope, ScoringTotals
+from tracegrad_trainer.rewards.similar_tasks import similar_task_id
 
 
 @pytest.fixture
@@ -222,3 +226,131 @@ def test_an_attempt_is_told_by_what_is_new_in_each_call() -> None:
         "[assistant] It is dusty.",
         "[the attempt ended: completed]",
     ]
+
+
+def ask(store: Store, digit: int, text: str, *, at: float, task: str | None = None) -> str:
+    """A live rollout, of which nobody named the task unless `task`; its reply says the digit."""
+    name = f"live{digit}"
+    reply = {"choices": [{"message": {"role": "assistant", "content": f"I say {digit}"}}]}
+    asked = {"messages": [{"role": "user", "content": text}], "model": "m"}
+    store.append(rollout_events(name, task=task, reward=None, turns=0, at=at))
+    store.append([make_turn(f"{name}.t", name, request=asked, response=reply, dialect="chat")])
+    return name
+
+
+def similar(url: str, **more: Any) -> RewardSettings:
+    return settings(url, judge={"groups": "similar", **more})
+
+
+def test_rollouts_without_a_task_are_judged_with_similar_ones_and_become_a_group(
+    store: Store, server: JudgeServer
+) -> None:
+    ours = [
+        ask(store, 2, "Where is my order?", at=1000),
+        ask(store, 8, "Where is my order now?", at=1001),
+    ]
+    other = ask(store, 5, "Write a poem about rain.", at=1002)
+    totals = score(store, similar(server.url), group_size=2)
+    assert (totals.scored, totals.composed) == (2, 2)
+    assert rewards(store, *ours, other) == [0.2, 0.8, None]
+    [request] = server.requests
+    system, said = (each["content"] for each in request["messages"])
+    assert "similar tasks" in system
+    assert "Where is my order?" in said
+    assert "Where is my order now?" in said
+    tasks = {store.rollout(name).summary.task_id for name in ours}
+    assert tasks == {similar_task_id(ours)}
+    assert store.rollout(other).summary.task_id is None
+    [group] = Ledger(store).lease(groups=1, group_size=2, owner="me", ttl_s=60, composed=True)
+    assert {each.rollout_id: each.reward for each in group.rollouts} == dict(
+        zip(ours, [0.2, 0.8], strict=True)
+    )
+    score(store, similar(server.url), group_size=2)
+    assert len(server.requests) == 1, "nothing is judged twice"
+
+
+@pytest.mark.databases("sqlite")
+def test_a_similar_one_is_waited_for_and_then_the_group_is_judged_smaller(
+    store: Store, server: JudgeServer
+) -> None:
+    names = [ask(store, n, "Where is my order?", at=1e10 + n) for n in (1, 5)]
+    wanted = similar(server.url)
+    score(store, wanted, patient=True, incomplete_after_s=60)
+    groups, unknown = groups_to_judge(
+        store, wanted.judge, tags={}, size=3, incomplete_after_s=60, held_out=None
+    )
+    assert server.requests == []
+    [group] = groups
+    assert (group.rollouts, group.lacks, group.title, unknown) == (
+        names,
+        1,
+        "Where is my order?",
+        0,
+    )
+    assert group.smaller_in_s is not None
+    assert group.smaller_in_s > 60
+    score(store, wanted)
+    assert rewards(store, *names) == [0.1, 0.5]
+
+
+@pytest.mark.databases("sqlite")
+def test_who_is_left_of_a_group_is_judged_again_with_others(
+    store: Store, server: JudgeServer
+) -> None:
+    """One that went on: its score was of the conversation up to there."""
+    wanted = similar(server.url)
+    first, second = (ask(store, n, "Where is my order?", at=1000 + n) for n in (1, 9))
+    score(store, wanted, group_size=2)
+    reply = {"choices": [{"message": {"role": "assistant", "content": "Sent."}}]}
+    asked = {"messages": [{"role": "user", "content": "And now?"}], "model": "m"}
+    store.append([make_turn("more", second, request=asked, response=reply, dialect="chat")])
+    third = ask(store, 4, "Where is my order?", at=1020)
+    score(store, wanted, group_size=2)
+    tasks = [store.rollout(name).summary.task_id for name in (first, second, third)]
+    pairs = [similar_task_id([first, second]), similar_task_id([second, third])]
+    assert tasks == [pairs[0], pairs[1], pairs[1]]
+    fourth = ask(store, 6, "Where is my order?", at=1030)
+    score(store, wanted, group_size=2)
+    again = similar_task_id([first, fourth])
+    assert [store.rollout(name).summary.task_id for name in (first, fourth)] == [again, again]
+    assert len(server.requests) == 3
+    score(store, wanted, group_size=2)
+    assert len(server.requests) == 3
+
+
+@pytest.mark.databases("sqlite")
+def test_a_task_that_is_named_while_the_judge_thinks_is_not_overwritten(
+    store: Store, server: JudgeServer
+) -> None:
+    names = [ask(store, n, "Where is my order?", at=1000 + n) for n in (1, 9)]
+    scoring = Scoring(
+        rollout_id=names[0], scorer="judge", digest="d", turns=1, round=0, state="scored",
+        attempts=1, error=None, seconds=0.1, parts={"judge": 1.0},
+    )  # fmt: skip
+    named = ask(store, 5, "Where is my order?", at=1000, task="mine")
+    late = replace(scoring, rollout_id=named)
+    assert not store.record_scorings([scoring, late], [], task_id="similar:x", replaces="similar:")
+    assert [store.rollout(each).summary.task_id for each in (*names, named)] == [None, None, "mine"]
+    assert store.scorings(names[0]) == [], "all or nothing"
+    assert store.record_scorings([scoring], [], task_id="similar:x", replaces="similar:")
+    assert store.rollout(names[0]).summary.task_id == "similar:x"
+
+
+@pytest.mark.databases("sqlite")
+def test_an_opening_that_comes_late_leaves_the_group_unless_it_names_a_task(store: Store) -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}], "model": "m"}
+    for name, task in (("a", None), ("b", "named")):
+        store.append([make_turn(f"{name}.t", name, request=asked, dialect="chat")])
+        scoring = Scoring(
+            rollout_id=name, scorer="judge", digest="d", turns=1, round=0, state="scored",
+            attempts=1, error=None, seconds=0.1, parts={"judge": 1.0},
+        )  # fmt: skip
+        assert store.record_scorings([scoring], [], task_id="similar:x", replaces="similar:")
+        store.append([RolloutStarted(rollout_id=name, task_id=task)])
+    assert [store.rollout(name).summary.task_id for name in "ab"] == ["similar:x", "named"]
+
+
+def test_settings_of_similar_groups() -> None:
+    with pytest.raises(ValueError, match=r"similarity: .* rewards.judge.groups = 'similar'"):
+        settings("http://x", judge={"similarity": 0.9})
+    assert similar("http://x", similarity=0.9).judge is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 from rich.console import Console
 
 from support.trainer.step_samples import fill, rollout, train, trainer_settings
-from tracegrad.events import Event, RolloutStarted, Turn
+from tracegrad.events import Event, Reward, RolloutStarted, Turn
 from tracegrad.store import Ledger, PolicyVersion, StepHistory, Store
-from tracegrad_trainer.batches import pack
+from tracegrad.store.types import COMPOSED_SOURCE
+from tracegrad_trainer.batches import PackingRule, pack
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli import dry_run
 from tracegrad_trainer.cli.render_status import format_step_line
@@ -68,7 +70,9 @@ def test_rows_are_packed_as_the_step_packs_them(settings: TrainerSettings) -> No
         train(settings, 1)
         step = StepHistory(store).step(1)
     assert step is not None
-    assert packing.call_args.kwargs["parity"] == (step.batch or {})["parity"] != ATTENTION_PARITY
+    rule: PackingRule = packing.call_args.kwargs["rule"]
+    assert asdict(rule) == (step.batch or {})["packing"]
+    assert rule.parity != ATTENTION_PARITY
 
 
 def test_tasks_that_nobody_named_are_shown_by_what_was_asked(
@@ -291,3 +295,55 @@ def test_a_batch_of_few_groups_with_a_signal_is_announced_as_a_share_of_a_step(
         )
     )
     assert whole.share == 1
+
+
+def test_it_says_which_rule_would_use_which_rollout_and_what_similar_ones_wait_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = {"url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "r", "groups": "similar"}
+    settings = trainer_settings(
+        tmp_path,
+        rewards={"judge": judge, "weights": {"reward": 1}},
+        batches={"groups": 1, "group_size": 3, "tokens_per_micro_batch": 64},
+    )
+    now = time.time()
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 1, size=3)
+        for n in range(3):
+            given = {"source": COMPOSED_SOURCE, "value": float(n == 0)}
+            store.append([Reward(rollout_id=f"t0r{n}", **given)])
+        for name, text, at in (
+            ("a", "Where is my order?", now - 50),
+            ("b", "Where is my order now?", now - 40),
+            ("c", "Write a poem.", now - 30),
+        ):
+            store.append(rollout_asked(name, text, at=at))
+        store.append(rollout("d", "", reward=0.0, seed=9, at=now - 20)[1:])
+        plan = plan_step(settings, store)
+    assert plan.judge_groups is not None
+    [similar, alone] = plan.judge_groups
+    assert (similar.rollouts, similar.lacks, alone.rollouts) == (["a", "b"], 1, ["c"])
+    assert similar.smaller_in_s == pytest.approx(120 - 40, abs=30)
+    assert alone.smaller_in_s is None
+    assert plan.not_judged == 1, "its texts were not kept"
+    assert plan.uses == {
+        "objective.advantage": ["t0r0", "t0r1", "t0r2"],
+        "rewards.judge.groups": ["a", "b"],
+    }
+    console = Console(file=sys.stdout, width=120, color_system=None)
+    assert dry_run.show_dry_run(settings, console, False) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 rollouts without a task would be judged with similar ones" in printed
+    assert "Where is my order?" in printed
+    assert "one is compared with none" in printed
+
+
+def rollout_asked(name: str, text: str, *, at: float) -> list[Event]:
+    asked = {"messages": [{"role": "user", "content": text}], "model": "m"}
+    opened, *events = rollout(name, "", reward=0.0, seed=1, at=at - 6)
+    events = [
+        replace(each, request=asked, dialect="chat") if isinstance(each, Turn) else each
+        for each in events
+        if not isinstance(each, Reward)
+    ]
+    return [replace(opened, task_id=None), *events]

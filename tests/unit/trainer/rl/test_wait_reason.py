@@ -234,3 +234,18 @@ def test_rollouts_that_wait_for_scorers_and_those_that_failed_are_told_apart(sto
         "4 rollouts could not be scored: resolved timed out after 30 s (and 1 other error); "
     )
     assert "2 rollouts ended, and lack a part" in found.text
+
+
+def test_live_rollouts_wait_for_similar_ones_and_for_how_long_at_most(store: Store) -> None:
+    store.append([each for each in rollouts(2) if not isinstance(each, Reward)])
+    found = wait_reason(store, needs(composed=True, judges_similar=True, incomplete_after_s=120))
+    assert found.kind == "unscored"
+    assert "judged with similar ones when their group is whole, or after 120 s" in found.text
+    resolved = {
+        "batches": {"groups": 2, "group_size": 4},
+        "data": {"tags": {}, "incomplete_after_s": 120.0, "refill": None},
+        "objective": {"preset": "grpo"},
+        "rewards": {"judge": {"groups": "similar"}},
+    }
+    assert BatchNeeds.of(resolved, URL).judges_similar
+    assert not BatchNeeds.of({**resolved, "rewards": {"judge": None}}, URL).judges_similar

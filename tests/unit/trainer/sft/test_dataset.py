@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from support.trainer.sft_samples import char_model, rollout, said, store_at, teach
-from tracegrad.events import Outcome, Reward, Span, Turn
+from tracegrad.events import Outcome, Reward, RolloutStarted, Span, Turn
 from tracegrad.store import ALL, RolloutFilter, Store
 from tracegrad_trainer.batches import BatchSettings, Row, select, unit_advantages
 from tracegrad_trainer.sft.dataset import ChosenExamples, choose_examples
@@ -31,6 +32,18 @@ def why(found: ChosenExamples) -> dict[str, str | None]:
         for example in task.rollouts
         for turn in example.turns
     }
+
+
+def test_held_out_rollouts_are_no_examples_unless_they_are_asked_for(tmp_path: Path) -> None:
+    with store_at(tmp_path) as store:
+        store.append(rollout("good", TWO, task="a"))
+        opened, *others = rollout("eval", TWO, task="a")
+        assert isinstance(opened, RolloutStarted)
+        store.append([replace(opened, held_out=True), *others])
+        found, asked = chosen(store), chosen(store, RolloutFilter(held_out=True))
+    assert [r.rollout_id for task in found.groups for r in task.rollouts] == ["good"]
+    assert found.reasons == Counter({"rollouts: held_out": 1})
+    assert [r.rollout_id for task in asked.groups for r in task.rollouts] == ["eval"]
 
 
 def test_the_stores_filter_chooses_and_the_rest_is_counted(tmp_path: Path) -> None:

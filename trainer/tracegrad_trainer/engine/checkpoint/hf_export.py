@@ -42,11 +42,17 @@ def full_tensors(
     nobody trains them, but a model without them is another one.
     """
     yield from merged_tensors(model, dtype)
+    for name, buffer in persistent_buffers(model):
+        floats = buffer.is_floating_point()
+        yield name, buffer.to(dtype) if dtype is not None and floats else buffer
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """That folders hold; whole on every rank."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
-                floats = buffer.is_floating_point()
-                yield name, buffer.to(dtype) if dtype is not None and floats else buffer
+                yield name, buffer
 
 
 def as_hf_tensors(

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
+from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.context_parallel import (
     ContextParallel,
     ContextParallelAttention,
     repeats_of,
 )
+from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.model import recurrent_layers
 from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
@@ -22,6 +29,65 @@ from tracegrad_trainer.engine.model.hf_config import layer_configs, query_heads
 # Of hidden states, as a share of the largest; bfloat16 has 8 bits.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 0.03
+
+
+_log = logging.getLogger(__name__)
+
+
+def sharing_ranks(
+    models: Sequence[nn.Module], mesh: DeviceMesh, settings: FsdpSettings, recorded: int | None
+) -> ContextParallel | None:
+    """Groups of ranks that share rows in the steps that are quicker by it, as large as those of a
+    `recorded` step; None: no step is taken so. On all ranks at once.
+
+    Raises:
+        ValueError: the recorded step cannot be taken so.
+    """
+    device = compute_device(mesh)
+    size = recorded
+    if size is None:
+        # Machines may have different numbers of ranks: all of them choose alike.
+        local: list[int] = [0] * mesh.size()
+        own = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.size()))
+        torch.distributed.all_gather_object(local, own)
+        size = sharing_group(models, settings, device, math.gcd(*local))
+    sharing = ContextParallel.of(mesh, size)
+    if sharing is None:
+        return None
+    try:
+        for model in models:
+            check_context_parallel(model, sharing, device)
+    except ValueError as error:
+        if recorded is not None:
+            raise
+        _log.warning("fsdp.context_parallel = 'auto': ranks share no rows: %s", error)
+        return None
+    return sharing
+
+
+def sharing_group(
+    models: Sequence[nn.Module],
+    settings: FsdpSettings,
+    device: torch.device,
+    local_ranks: int,
+) -> int:
+    """How many neighbours, of `local_ranks` or a multiple of these on each machine, may share rows
+    with `fsdp.context_parallel = "auto"`: the most that all models' heads can be divided by; 1:
+    none. Never beyond a machine, where exchanges are an order slower, nor on CPUs.
+    """
+    ours = settings.attention == "auto" or settings.attention in dispatch.OURS
+    if device.type != "cuda" or settings.routing != "own" or not ours:
+        return 1
+    sizes = [n for n in range(local_ranks, 1, -1) if local_ranks % n == 0]
+    return next((n for n in sizes if all(_fits(model, n) for model in models)), 1)
+
+
+def _fits(model: nn.Module, ranks: int) -> bool:
+    try:
+        check_heads(model, ranks)
+    except ValueError:
+        return False
+    return True
 
 
 def check_context_parallel(
@@ -100,5 +166,5 @@ def _difference(model: Any, context: ContextParallel, device: torch.device) -> b
     expected = whole[here]
     gap = (part[: len(expected)] - expected).abs()
     most = torch.stack([gap.amax() if gap.numel() else gap.new_zeros(()), whole.abs().amax()])
-    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX, group=context.group)
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)  # all ranks agree
     return bool(most[0] > _TOLERANCE.get(whole.dtype, _COARSE) * most[1])

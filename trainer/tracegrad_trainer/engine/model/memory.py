@@ -6,7 +6,6 @@ weights are trained, the second before they are read.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tracegrad.host_memory import free_host_memory
 from tracegrad_trainer.engine.attention import dispatch
 from tracegrad_trainer.engine.attention.blocked import working_bytes
 from tracegrad_trainer.engine.attention.masked import (
@@ -450,32 +450,6 @@ def free_gpu_memory() -> int:
         lines = asked.stderr.strip().splitlines() or [f"exit code {asked.returncode}"]
         raise ValueError(f"fsdp.device: the GPU does not say what memory it has: {lines[-1]}")
     return int(asked.stdout)
-
-
-def free_host_memory() -> int:
-    """Bytes that this machine, or the container we are in, has left."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):  # free, or at once to be had from caches
-                available = int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass  # not Linux
-    left = free_cgroup_memory(Path("/sys/fs/cgroup"))
-    return available if left is None else min(available, left)
-
-
-def free_cgroup_memory(group: Path) -> int | None:
-    """Bytes that a control group (v2) has left, caches of files counted as free; None: no limit."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return None  # not Linux, or no such limits
 
 
 def _advice(settings: FsdpSettings, device: str) -> str:

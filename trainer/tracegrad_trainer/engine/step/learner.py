@@ -8,17 +8,19 @@ what lets a row that turns out non-finite leave the step without a trace.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracegrad_trainer.batches import MicroBatch
+from tracegrad_trainer.batches import MicroBatch, PackingRule
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.distributed import compute_device
-from tracegrad_trainer.engine.flops import attention_parity, flops
+from tracegrad_trainer.engine.flops import flops, packing_rule
 from tracegrad_trainer.engine.model import value_head
 from tracegrad_trainer.engine.model.forward import TargetContext, forward
 from tracegrad_trainer.engine.model.lm_head import choose_lm_head
@@ -55,17 +57,18 @@ class Learner:
         *,
         reshard: bool = True,
         context: ContextParallel | None = None,
+        sharing: ContextParallel | None = None,
         reference: nn.Module | None = None,
         head_elements: int | None = None,
         adamw: AdamwImplementation = ADAMW,
-        parity: float | None = None,
+        packing: PackingRule | None = None,
         serving: Precision = "float32",
     ) -> None:
         """`model` is what `shard` returned; `reshard` as in `FsdpSettings`. With a `context` its
-        groups of ranks get the same micro-batches. `reference` is frozen and sharded too
-        (`build_reference`); adapters need none. `adamw` other than the default is for steps that
-        were taken with it, and so `parity`, of packing (default: the model's own). `serving`: the
-        engine's that samples.
+        groups of ranks get the same micro-batches, always; with `sharing` in the steps that are
+        quicker by it. `reference` is frozen and sharded too (`build_reference`); adapters need
+        none. `adamw` other than the default is for steps that were taken with it, and so `packing`
+        (default: by the model's costs). `serving`: the engine's that samples.
 
         Raises:
             ValueError: the objective needs a reference or a value head that is not there.
@@ -93,11 +96,27 @@ class Learner:
             self.device,
             reference_of(model, head, reference, self.device) if needs_reference else None,
             context,
-            attention_parity(model) if parity is None else parity,
+            packing_rule(model, 1 if sharing is None else sharing.size)
+            if packing is None
+            else packing,
         )
+        assert self.engine.packing.group == (1 if sharing is None else sharing.size)
+        assert sharing is None or context is None
+        self._sharing = sharing
         # What rounding may put between the log-probabilities of the two engines.
         self.precision = coarser(_precision(head.dtype), serving)
         self.engine.reshard()
+
+    @contextmanager
+    def sharing_rows(self, chosen: bool) -> Iterator[None]:
+        """Meanwhile, if that is `chosen`, groups of ranks get the same micro-batches."""
+        alone = self.engine
+        if chosen:
+            self.engine = replace(alone, context=self._sharing)
+        try:
+            yield
+        finally:
+            self.engine = alone
 
     @torch.no_grad()
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +13,7 @@ from torch.distributed import group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from tracegrad_trainer.batches import MicroBatch
-from tracegrad_trainer.batches.packing import ATTENTION_PARITY
+from tracegrad_trainer.batches import MicroBatch, PackingRule
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.model.forward import LmHead, ModelInputs, to_inputs
 from tracegrad_trainer.engine.model.reference import ReferencePolicy
@@ -30,7 +29,7 @@ class RankContext:
     device: torch.device
     reference: ReferencePolicy | None = None
     context: ContextParallel | None = None
-    attention_parity: float = ATTENTION_PARITY  # as rows are packed by
+    packing: PackingRule = field(default_factory=PackingRule)
 
     @property
     def data(self) -> dist.ProcessGroup:

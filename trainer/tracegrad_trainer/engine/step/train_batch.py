@@ -9,7 +9,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tracegrad_trainer.batches import MicroBatch, Row, mini_batches, pack, packing_stats
+from tracegrad_trainer.batches import (
+    MicroBatch,
+    PackingRule,
+    Row,
+    mini_batches,
+    pack,
+    packing_stats,
+    shares_rows,
+)
 from tracegrad_trainer.engine.step.epochs import train_epochs
 from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.engine.step.rank_context import RankContext
@@ -40,17 +48,35 @@ def train_batch(
         # By the number of optimizer steps so far, not by a generator's state: what was done for
         # a batch that changed nothing must leave no trace.
         parts = mini_batches(rows, optim.minibatches, seed=f"{seed} step {learner.steps}")
-    own, how_packed = _deal(learner.engine, rows, parts, budget=budget)
     share = run_on_rank_zero(lambda: share)
-    if len(own) * optim.epochs > 1:
-        done = train_epochs(learner, own, epochs=optim.epochs, version=version, share=share)
-    else:
-        looked_at: list[MicroBatch] = []
-        if "kto_z" in learner.objective.needs:
-            looked_at, _ = deal_rows(learner.engine, mismatched, budget=budget)
-        [only] = own
-        done = learner.train(only, version=version, mismatched=looked_at, share=share)
+    rule = learner.engine.packing
+    shared = run_on_rank_zero(lambda: _shares_rows(rule, rows, parts, budget=budget))
+    budget = budget * rule.group if shared else budget
+    with learner.sharing_rows(shared):
+        own, how_packed = _deal(learner.engine, rows, parts, budget=budget)
+        if len(own) * optim.epochs > 1:
+            done = train_epochs(learner, own, epochs=optim.epochs, version=version, share=share)
+        else:
+            looked_at: list[MicroBatch] = []
+            if "kto_z" in learner.objective.needs:
+                looked_at, _ = deal_rows(learner.engine, mismatched, budget=budget)
+            [only] = own
+            done = learner.train(only, version=version, mismatched=looked_at, share=share)
     return replace(done, metrics=how_packed | done.metrics | {"step_share": share})
+
+
+def _shares_rows(
+    rule: PackingRule,
+    rows: Sequence[Row] | None,
+    parts: Sequence[Sequence[int]] | None,
+    *,
+    budget: int,
+) -> bool:
+    """Rank 0's: whether ranks share micro-batches in these steps."""
+    assert rows is not None
+    assert parts is not None
+    of_parts = [[rows[i] for i in part] for part in parts]
+    return shares_rows(of_parts, ranks=dist.get_world_size(), budget=budget, rule=rule)
 
 
 def deal_rows(
@@ -74,16 +100,16 @@ def _deal(
     if dist.get_rank() == 0:
         assert rows is not None
         assert parts is not None
-        parity = engine.attention_parity
+        rule = engine.packing
         ranks, alike = engine.data.size(), dist.get_world_size() // engine.data.size()
         packed = [
-            pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part, parity=parity)
+            pack([rows[i] for i in part], ranks=ranks, budget=budget, keys=part, rule=rule)
             for part in parts
         ]
         by_rank = list(zip(*packed, strict=True))
         stats = packing_stats(
-            [[*chain(*of_parts)] for of_parts in by_rank], budget=budget, parity=parity
-        )
+            [[*chain(*of_parts)] for of_parts in by_rank], budget=budget, parity=rule.parity
+        ) | {"ranks_a_micro_batch": float(alike)}
         # Neighbours share micro-batches (`ContextParallel`).
         shares = [(list(of_parts), stats) for of_parts in by_rank for _ in range(alike)]
     received: list[Any] = [None]

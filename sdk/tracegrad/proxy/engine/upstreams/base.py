@@ -44,15 +44,20 @@ class QueueLimits:
 
 
 Consume = Callable[[bytes], bool]
+# For bytes as they came from the wire, in HTTP's chunked encoding: as Consume, or None where they
+# are to be decoded first.
+ConsumeFrames = Callable[[bytes], bool | None]
 Drained = Callable[[], Awaitable[None]]
-OnSent = Callable[[], None]
+OnSent = Callable[[str], None]  # hears the server's URL, again where that one did not answer
 
 
 class Body(Protocol):
     """The bytes of an answer as they arrive, never empty."""
 
     def __aiter__(self) -> AsyncIterator[bytes]: ...
-    async def deliver(self, consume: Consume, drained: Drained) -> None: ...
+    async def deliver(
+        self, consume: Consume, drained: Drained, frames: ConsumeFrames | None = None
+    ) -> None: ...
 
 
 class IteratedBody:
@@ -64,7 +69,9 @@ class IteratedBody:
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._pieces
 
-    async def deliver(self, consume: Consume, drained: Drained) -> None:
+    async def deliver(
+        self, consume: Consume, drained: Drained, frames: ConsumeFrames | None = None
+    ) -> None:
         """As `UpstreamResponse.deliver`."""
         async for piece in self._pieces:
             if consume(piece):
@@ -97,11 +104,16 @@ class UpstreamResponse:
     async def read(self) -> bytes:
         return b"".join([piece async for piece in self._body])
 
-    async def deliver(self, consume: Consume, drained: Drained) -> None:
+    async def deliver(
+        self, consume: Consume, drained: Drained, frames: ConsumeFrames | None = None
+    ) -> None:
         """Call `consume` with the bytes as they arrive, to the end, without waking this task for
         each piece. Where it returns True it gets nothing more before `drained()` has returned.
-        What `consume` raises ends it and is raised here. It may run outside of this task."""
-        await self._body.deliver(consume, drained)
+        What `consume` raises ends it and is raised here. It may run outside of this task.
+
+        `frames` is offered bytes of the wire first, where there are such: it takes none but whole
+        pieces of the chunked encoding, which it knows by what is in them."""
+        await self._body.deliver(consume, drained, frames)
 
 
 class Upstream(Protocol):

@@ -113,7 +113,7 @@ class LiteLLMUpstream:
                 f"{path} is not served: litellm is asked for chat completions only", status=404
             )
         if on_sent is not None:
-            on_sent()
+            on_sent(self._endpoint["api_base"] or "")
         said = await self._ask(orjson.loads(body or b"{}"))
         if not hasattr(said, "__aiter__"):
             yield _incoming(orjson.dumps(shapes.chat_completion(said.model_dump())))

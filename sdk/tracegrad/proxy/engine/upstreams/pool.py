@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from tracegrad.proxy.engine.upstreams.replica import (
     session_to,
 )
 from tracegrad.proxy.engine.upstreams.router import UpstreamRouter
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.http.errors import ApiError, Unavailable, UpstreamError
 from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.proxy.shared_log import SharedLog
@@ -62,12 +63,16 @@ class UpstreamPool:
         restarted: WasRestarted | None = None,
         others: SharedLog | None = None,
         calls: Sequence[SharedCount] = (),
+        is_held: Callable[[str], bool] = lambda _: False,
+        canary: Callable[[], Canary | None] = lambda: None,
     ) -> None:
         """`urls`: base URLs without `/v1`. `kind`: openai for any compatible server but vLLM.
         `admit(url)`: may a server that was down and is healthy again have calls? Its weights may
         be those of its start. Asked again until it says yes. `restarted(url)`:
         asked now and then of a server that is up. `others`: the other workers of the
-        proxy, and `calls` what they and this one have in flight at each server.
+        proxy, and `calls` what they and this one have in flight at each server. `is_held(url)`:
+        whether a server is to have no new calls for now; `release_held` says that this has changed.
+        `canary`: the server that has a candidate's weights.
         """
         if not urls:
             raise ValueError("upstream: no URL given")
@@ -79,6 +84,8 @@ class UpstreamPool:
         self._queue = queue or QueueLimits()
         self._admit = admit
         self._restarted = restarted
+        self._is_held = is_held
+        self._canary = canary
         self._watch: asyncio.Task[None] | None = None
         self._waiting = FairQueue(self._queue.max_waiting)
         self._replicas: list[Replica] = []
@@ -101,10 +108,11 @@ class UpstreamPool:
                 admit=self._admit,
                 on_return=self._waiting.release,
                 calls=calls,
+                is_held=self._is_held,
             )
             for url, calls in zip(self._urls, self._calls, strict=True)
         ]
-        self._placement = UpstreamRouter(self._replicas, others=self._others)
+        self._placement = UpstreamRouter(self._replicas, others=self._others, canary=self._canary)
         if self._restarted is not None:
             self._watch = asyncio.create_task(self._keep_watch(self._restarted))
 
@@ -113,6 +121,10 @@ class UpstreamPool:
             await asyncio.sleep(WATCH_S)
             up = [replica for replica in self._replicas if replica.up]
             await asyncio.gather(*(replica.notice_restart(restarted) for replica in up))
+
+    def release_held(self) -> None:
+        """Calls that waited for a server are placed again."""
+        self._waiting.release()
 
     async def close(self) -> None:
         if self._watch is not None:
@@ -180,7 +192,7 @@ class UpstreamPool:
                 await self._wait(sticky, deadline - now)
                 continue
             if on_sent is not None:
-                on_sent()
+                on_sent(replica.url)
             try:
                 response, answer = await replica.request(method, path, body, headers)
                 return replica, response, answer
@@ -204,7 +216,12 @@ class UpstreamPool:
             raise self._unavailable() from error
 
     def _unavailable(self, *more: str) -> Unavailable:
-        faults = [f"the engine at {r.url} does not answer: {r.fault}" for r in self._replicas]
+        faults = [
+            f"the engine at {r.url} does not answer: {r.fault}"
+            if r.fault is not None
+            else f"the engine at {r.url} is given new weights"
+            for r in self._replicas
+        ]
         return Unavailable("; ".join([*faults, *more]), code="upstream_unreachable")
 
 

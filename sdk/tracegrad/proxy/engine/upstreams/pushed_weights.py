@@ -24,19 +24,26 @@ class PushedWeights:
 
     async def are_current(self, url: str) -> bool:
         """Of an engine that has been away."""
-        return not self._gate.pushes or await weight_version(url) == str(self._gate.version)
+        gate = self._gate
+        return not gate.pushes or await weight_version(url) == str(gate.version_at(url))
 
     async def were_replaced(self, url: str) -> bool:
         """Whether an engine that had the current version has another one. Where the engine's word
         was never that of the proxy (whoever pushes need not tell it), it proves nothing."""
         gate = self._gate
-        if not gate.pushes or gate.held:
-            return False  # a push is under way
-        said = await weight_version(url)
-        if said == str(gate.version):
-            self._confirmed[url] = gate.version
+        if not gate.pushes or self._is_pushed_to(url):
             return False
-        return not gate.held and said is not None and self._confirmed.get(url) == gate.version
+        said = await weight_version(url)
+        version = gate.version_at(url)
+        if said == str(version):
+            self._confirmed[url] = version
+            return False
+        under_way = self._is_pushed_to(url)
+        return not under_way and said is not None and self._confirmed.get(url) == version
+
+    def _is_pushed_to(self, url: str) -> bool:
+        """A push is under way."""
+        return self._gate.held or self._gate.holds(url)
 
 
 async def weight_version(url: str) -> str | None:

@@ -52,10 +52,12 @@ class Replica:
         admit: Admit | None,
         on_return: Callable[[], None],
         calls: SharedCount | None = None,
+        is_held: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """`session` is its own, and closed with it. `headers` go with looks at `health` (a path),
         not with calls. `admit` is asked whether a server that is healthy again may have calls.
-        `calls` counts those in flight, where other processes have some there too."""
+        `calls` counts those in flight, where other processes have some there too. `is_held`:
+        whether it is to have no new ones for now."""
         self.url = url
         self._base = http_base(url)
         self._calls = calls or SharedCount()
@@ -66,6 +68,7 @@ class Replica:
         self._headers = {**headers, "connection": "close"}
         self._admit = admit
         self._on_return = on_return
+        self._is_held = is_held
         self._looking: asyncio.Task[None] | None = None
 
     @property
@@ -75,6 +78,10 @@ class Replica:
     @property
     def up(self) -> bool:
         return self.fault is None
+
+    @property
+    def takes_calls(self) -> bool:
+        return self.up and not self._is_held(self.url)
 
     async def request(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]

@@ -8,7 +8,7 @@ from typing import Self, cast
 
 import aiohttp
 
-from tracegrad.proxy.engine.upstreams.base import Consume, Drained
+from tracegrad.proxy.engine.upstreams.base import Consume, ConsumeFrames, Drained
 
 
 class ResponseBody:
@@ -50,7 +50,9 @@ class ResponseBody:
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._broken_off(error) from error
 
-    async def deliver(self, consume: Consume, drained: Drained) -> None:
+    async def deliver(
+        self, consume: Consume, drained: Drained, frames: ConsumeFrames | None = None
+    ) -> None:
         """As `UpstreamResponse.deliver`."""
         if not self._first:
             return
@@ -59,7 +61,7 @@ class ResponseBody:
         with _SilenceTimer(self._response, self._silence_s) as silence:
             while not self._content.at_eof():
                 try:
-                    behind = await self._pushed(consume, silence)
+                    behind = await self._pushed(consume, silence, frames)
                 except (aiohttp.ClientError, TimeoutError) as error:
                     raise self._broken_off(error) from error
                 if behind:
@@ -77,10 +79,12 @@ class ResponseBody:
             await self._pushed(keep, silence)
         return b"".join(pieces)
 
-    async def _pushed(self, consume: Consume, silence: _SilenceTimer) -> bool:
+    async def _pushed(
+        self, consume: Consume, silence: _SilenceTimer, frames: ConsumeFrames | None = None
+    ) -> bool:
         """Until the end (False), or until `consume` is behind (True)."""
         silence.begin()
-        tap = _Tap(self._response, consume, silence)
+        tap = _Tap(self._response, consume, silence, frames)
         try:
             tap.take()
             return await tap.done
@@ -102,10 +106,12 @@ class _Tap(asyncio.Protocol):
         response: aiohttp.ClientResponse,
         consume: Consume,
         silence: _SilenceTimer,
+        frames: ConsumeFrames | None,
     ) -> None:
         self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._content = response.content
         self._consume = consume
+        self._frames = frames
         self._silence = silence
         silence.on_limit = self.take
         # None where all of the answer has come, or where the connection is lost.
@@ -141,8 +147,22 @@ class _Tap(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._silence.begin()
-        self._protocol.data_received(data)
-        self.take()
+        if self._frames is None or not self._took_frames(self._frames, data):
+            self._protocol.data_received(data)
+            self.take()
+
+    def _took_frames(self, frames: ConsumeFrames, data: bytes) -> bool:
+        """Whole pieces leave aiohttp's parser where it is: between two of them."""
+        try:
+            behind = frames(data)
+        except Exception as error:
+            self.leave()
+            self.done.set_exception(error)
+            return True
+        if behind:
+            self.leave()
+            self.done.set_result(True)
+        return behind is not None
 
     def eof_received(self) -> bool | None:
         stays_open = self._protocol.eof_received()

@@ -8,16 +8,21 @@ falls 11 to 5, and the step waits for the slower one.
 A rollout whose server is down moves, and stays where it went: a server that was restarted has
 an empty cache, the new one has the rollout's last prompt. It moves too when its server has
 become far busier than another, which is how load comes back to a server that was away.
+
+Where one server has the weights of a candidate (`Canary`), it gets its share of rollouts and the
+others get the rest, each by the rollout's name alone: the same in every worker, and after a
+restart. A rollout changes sides only where nobody on its own takes calls.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from cachetools import LRUCache
 
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.shared_log import SharedLog
 
 # Rollouts remembered, least recently used first to go; one that is forgotten is placed again.
@@ -29,7 +34,10 @@ MARGIN = 8
 
 class RoutedServer(Protocol):
     @property
-    def up(self) -> bool: ...
+    def url(self) -> str: ...
+
+    @property
+    def takes_calls(self) -> bool: ...
 
     @property
     def in_flight(self) -> int: ...
@@ -55,8 +63,11 @@ class UpstreamRouter(Generic[ServerT]):
         servers: Sequence[ServerT],
         remembered: int = REMEMBERED,
         others: SharedLog | None = None,
+        canary: Callable[[], Canary | None] = lambda: None,
     ) -> None:
-        """`others`: the other workers of the proxy; a rollout has one home for all of them."""
+        """`others`: the other workers of the proxy; a rollout has one home for all of them.
+        `canary`: the one that there is now."""
+        self._canary = canary
         self._others = others
         if others is not None:
             others.subscribe("home", self._moved)
@@ -65,24 +76,30 @@ class UpstreamRouter(Generic[ServerT]):
         self._rollouts = [0] * len(servers)  # at home on each
 
     def choose(self, rollout: str | None) -> ServerT | None:
-        """The server for a call that goes out now; None while all are down."""
+        """The server for a call that goes out now; None while none takes any."""
         if len(self._servers) == 1:
             only = self._servers[0]
-            return only if only.up else None
-        best = self._least_busy()
+            return only if only.takes_calls else None
+        eligible = self._eligible(rollout)
+        best = min(eligible, key=self._load, default=None)
         if best is None or rollout is None:
             return None if best is None else self._servers[best]
         home = self._homes.get(rollout)
-        if home is None or not self._keeps(home.server, best):
+        if home is None or home.server not in eligible or not self._keeps(home.server, best):
             home = _Home(time.monotonic(), best)
             self._move(rollout, home)
             if self._others is not None:
                 self._others.publish("home", rollout, *home)
         return self._servers[home.server]
 
-    def _least_busy(self) -> int | None:
-        up = [number for number, server in enumerate(self._servers) if server.up]
-        return min(up, key=self._load, default=None)
+    def _eligible(self, rollout: str | None) -> list[int]:
+        open_ = [number for number, server in enumerate(self._servers) if server.takes_calls]
+        canary = self._canary()
+        if canary is None:
+            return open_
+        is_candidates = canary.has(rollout)
+        ours = [n for n in open_ if (self._servers[n].url == canary.upstream) == is_candidates]
+        return ours or open_
 
     def _load(self, number: int) -> tuple[int, int]:
         """Calls in flight; among equals, the rollouts that may call at any moment."""
@@ -90,7 +107,7 @@ class UpstreamRouter(Generic[ServerT]):
 
     def _keeps(self, home: int, best: int) -> bool:
         busy = self._servers[home].in_flight
-        return self._servers[home].up and busy <= 2 * self._servers[best].in_flight + MARGIN
+        return busy <= 2 * self._servers[best].in_flight + MARGIN
 
     def _moved(self, rollout: str, since: float, server: int) -> None:
         home = _Home(since, server)

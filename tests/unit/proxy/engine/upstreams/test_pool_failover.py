@@ -233,10 +233,10 @@ async def test_each_attempt_is_said_as_it_is_made(engines: list[RawHttpEngine], 
     """What was before the last one is a wait for an engine, and no work of one."""
     mine = pool(2)
     engines[0].kill()
-    asked: list[int] = []
+    asked: list[str] = []
     for _ in range(2):
         async with mine.request(
-            "POST", CHAT, body=b"{}", headers=JSON, on_sent=lambda: asked.append(len(asked))
+            "POST", CHAT, body=b"{}", headers=JSON, on_sent=asked.append
         ) as answer:
             await answer.read()
     assert len(asked) in (2, 3), "once for each, and once more for the one that nobody took"

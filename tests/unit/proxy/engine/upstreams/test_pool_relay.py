@@ -102,6 +102,70 @@ async def test_a_stream_is_delivered_piece_by_piece(
     assert engines[0].open == 1
 
 
+async def test_bytes_of_the_wire_are_offered_first_and_what_is_not_taken_is_decoded(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    """A piece in two parts is not taken; the next whole one is, and the connection stays good."""
+    taken: asyncio.Queue[bytes] = asyncio.Queue()
+    offered: list[bytes] = []
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        for part in (b"one", b"two", b"three"):
+            await line.piece(part)
+            assert await taken.get() == part
+        await line.end()
+
+    def frames(data: bytes) -> bool | None:
+        offered.append(data)
+        if data != b"3\r\ntwo\r\n":
+            return None
+        taken.put_nowait(b"two")
+        return False
+
+    async def never() -> None:
+        raise AssertionError("nobody is behind")
+
+    engines[0].behave = behave
+    mine = pool()
+    for _ in range(2):
+        offered.clear()
+        async with mine.request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(lambda data: taken.put_nowait(data) is not None, never, frames)
+        assert offered[:2] == [b"3\r\ntwo\r\n", b"5\r\nthree\r\n"]
+    assert engines[0].open == 1
+
+
+async def test_what_takes_bytes_of_the_wire_may_be_behind_or_fail(
+    engines: list[RawHttpEngine], pool: Pool
+) -> None:
+    drained: list[int] = []
+    seen: list[bytes] = []
+
+    async def behave(asked: ReceivedRequest, line: ServerConnection) -> None:
+        await line.begin()
+        for number in range(5):
+            await line.piece(b"%d" % number)
+            await asyncio.sleep(0.01)
+        await asyncio.Event().wait()
+
+    def frames(data: bytes) -> bool | None:
+        seen.append(data)
+        if len(seen) == 3:
+            raise ApiError(502, "enough", kind="test")
+        return True
+
+    async def drain() -> None:
+        drained.append(len(seen))
+
+    engines[0].behave = behave
+    with pytest.raises(ApiError, match="enough"):
+        async with pool().request("POST", CHAT, body=b"{}", headers=JSON) as answer:
+            await answer.deliver(lambda _: False, drain, frames)
+    await until(lambda: engines[0].open == 0)
+    assert drained == [1, 2]
+
+
 async def test_who_is_behind_gets_nothing_until_it_has_caught_up(
     engines: list[RawHttpEngine], pool: Pool
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracegrad.proxy.engine.upstreams.router import MARGIN, UpstreamRouter, _Home
+from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 
@@ -20,6 +21,15 @@ class Server:
     name: str
     up: bool = True
     in_flight: int = 0
+    held: bool = False
+
+    @property
+    def url(self) -> str:
+        return self.name
+
+    @property
+    def takes_calls(self) -> bool:
+        return self.up and not self.held
 
 
 def some(count: int) -> list[Server]:
@@ -182,3 +192,51 @@ def test_two_workers_that_place_a_rollout_at_once_agree() -> None:
     mine._moved("r1", 5.0, 0)
     theirs._moved("r1", 5.0, 1)
     assert mine._homes["r1"] == theirs._homes["r1"] == _Home(5.0, 0)
+
+
+def test_a_server_that_is_given_new_weights_gets_no_call() -> None:
+    servers = some(2)
+    placement = UpstreamRouter(servers)
+    homes = {name: placement.choose(name) for name in "abcd"}
+    servers[0].held = True
+    assert {placement.choose(name) for name in "abcd"} == {servers[1]}
+    servers[1].held = True
+    assert placement.choose("a") is None
+    servers[0].held = servers[1].held = False
+    assert {placement.choose(name) for name in homes} == {servers[1]}, "their prefixes are there"
+
+
+@given(st.integers(2, 5), st.integers(0, 4), st.floats(0, 1), st.lists(st.text(), max_size=30))
+def test_a_canary_gets_its_share_of_rollouts_and_each_rollout_one_side(
+    count: int, which: int, share: float, rollouts: list[str]
+) -> None:
+    servers = some(count)
+    theirs = servers[which % count]
+    canary = Canary(theirs.url, share)
+    workers = [UpstreamRouter(servers, canary=lambda: canary) for _ in range(2)]
+    for rollout in rollouts:
+        chosen = {worker.choose(rollout) is theirs for worker in workers for _ in range(3)}
+        assert chosen == {canary.has(rollout)}
+    assert workers[0].choose(None) is not theirs
+
+
+def test_the_canarys_share_is_about_what_was_asked_for() -> None:
+    share = sum(Canary("A", 0.1).has(f"rollout-{n}") for n in range(10_000)) / 10_000
+    assert 0.09 < share < 0.11
+    assert not any(Canary("A", 0.0).has(f"{n}") for n in range(100))
+    assert all(Canary("A", 1.0).has(f"{n}") for n in range(100))
+
+
+def test_without_its_own_side_a_rollout_goes_where_calls_are_taken() -> None:
+    servers = some(2)
+    canary: list[Canary | None] = [Canary("A", 1.0)]
+    placement = UpstreamRouter(servers, canary=lambda: canary[0])
+    assert placement.choose("r") is servers[0]
+    servers[0].up = False
+    assert placement.choose("r") is servers[1]
+    servers[0].up = True
+    assert placement.choose("r") is servers[0], "and back"
+    canary[0] = Canary("A", 0.0)
+    assert placement.choose("r") is servers[1]
+    servers[1].up = False
+    assert placement.choose("r") is servers[0], "late beats never"

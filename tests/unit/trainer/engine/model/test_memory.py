@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 
 from support.trainer.row_samples import VOCABULARY, rows, tiny_model
 from support.trainer.tiny_models import logprobs, make
+from tracegrad.host_memory import free_cgroup_memory
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSettings
 from tracegrad_trainer.engine.model import memory
@@ -194,10 +195,10 @@ def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text(f"{8 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{7 * GIB}\n")
     (tmp_path / "memory.stat").write_text(f"anon {GIB}\nfile {6 * GIB}\ninactive_file {5 * GIB}\n")
-    assert memory.free_cgroup_memory(tmp_path) == 6 * GIB
+    assert free_cgroup_memory(tmp_path) == 6 * GIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_cgroup_memory(tmp_path) is None
-    assert memory.free_cgroup_memory(tmp_path / "nowhere") is None
+    assert free_cgroup_memory(tmp_path) is None
+    assert free_cgroup_memory(tmp_path / "nowhere") is None
 
 
 def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(

@@ -133,7 +133,13 @@ def test_rank_zero_deals_its_rows(two: list[dict[str, Any]]) -> None:
     for rank in two:
         metrics, dealt = rank["step"][0].metrics, rank["dealt"].metrics
         assert {name: dealt[name] for name in metrics} == pytest.approx(metrics)
-        packing = {"micro_batches", "pack_fill", "pack_balance", "step_share"}
+        packing = {
+            "micro_batches",
+            "pack_fill",
+            "pack_balance",
+            "ranks_a_micro_batch",
+            "step_share",
+        }
         assert dealt.keys() - metrics.keys() == packing
 
 

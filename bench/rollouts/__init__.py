@@ -1,0 +1,1 @@
+"""What the runner makes of environments whose steps take a tenth of a second to half a minute."""

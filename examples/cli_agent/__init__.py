@@ -1,0 +1,1 @@
+"""mini-swe-agent, unmodified, learns small file tasks in sandboxes."""

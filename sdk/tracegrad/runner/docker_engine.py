@@ -1,0 +1,116 @@
+"""The Docker engine's API, in threads: nothing here blocks the loop.
+
+Podman and rootless Docker speak the same API at a socket of their own (DOCKER_HOST).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import docker
+import docker.utils
+import requests.exceptions
+import urllib3.exceptions
+from docker.errors import APIError, DockerException, NotFound
+
+from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
+
+API_TIMEOUT_S = 60.0  # of one call; a start below a hundred others takes ten
+_THREADS = 16
+_FIX = "start one (dockerd), or name its socket in DOCKER_HOST"
+
+# Not every OSError: a file of this machine may be missing.
+_LOST = (
+    DockerException,
+    requests.exceptions.RequestException,
+    urllib3.exceptions.HTTPError,
+    ConnectionError,
+    TimeoutError,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DockerEngine:
+    """One engine.
+
+    `api` is docker's own client; each of its functions is called through `call`.
+    """
+
+    def __init__(self, api: docker.APIClient) -> None:
+        self.api = api
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tracegrad-docker")
+
+    @classmethod
+    async def connect(cls, url: str | None = None) -> DockerEngine:
+        """`url`: of its socket; None: what DOCKER_HOST says, else the usual one.
+
+        Raises SandboxUnavailable.
+        """
+        return cls(await asyncio.to_thread(_client, url))
+
+    async def call(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """Raises docker's NotFound and APIError as they are (`broken_or_unavailable`), and
+        SandboxUnavailable where the engine does not answer."""
+        work = partial(_answered, partial(function, *args, **named))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+        self.api.close()
+
+
+def _client(url: str | None) -> docker.APIClient:
+    where = url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    try:
+        settings = docker.utils.kwargs_from_env()
+        if url is not None:
+            settings["base_url"] = url
+        return docker.APIClient(
+            version="auto", timeout=int(API_TIMEOUT_S), max_pool_size=_THREADS, **settings
+        )
+    except (DockerException, requests.exceptions.RequestException, OSError) as error:
+        raise SandboxUnavailable(f"no Docker engine at {where}: {_FIX} ({_short(error)})") from None
+
+
+def _answered(function: Callable[[], T]) -> T:
+    try:
+        return function()
+    except APIError:
+        raise
+    except _LOST as error:
+        raise SandboxUnavailable(f"the Docker engine does not answer: {_short(error)}") from None
+
+
+def broken_or_unavailable(
+    error: APIError, what: str, fix: str
+) -> BrokenEnvironment | SandboxUnavailable:
+    """By the engine's status: what it finds wrong with a request (4xx) stays wrong. 409: something
+    else is going on with the same container, which passes."""
+    said = f"{what}: {explanation(error)}"
+    code = error.status_code
+    if code is not None and 400 <= code < 500 and code != 409:
+        return BrokenEnvironment(f"{said}; {fix}")
+    return SandboxUnavailable(said)
+
+
+def explanation(error: APIError) -> str:
+    """The engine's words, on one line."""
+    words = error.explanation
+    text = words.decode(errors="replace") if isinstance(words, bytes) else str(words or error)
+    return " ".join(text.split())[:500]
+
+
+def gone(error: APIError) -> bool:
+    """Whether what was to be removed is removed, or is being removed by somebody."""
+    return isinstance(error, NotFound) or error.status_code == 409
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

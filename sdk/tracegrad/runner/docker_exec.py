@@ -1,0 +1,224 @@
+"""One command in a container: its output, its time, its end as the engine tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from docker.errors import APIError
+from docker.utils.socket import SocketError, frames_iter_no_tty
+
+from tracegrad.private_files import open_private
+from tracegrad.runner.container_processes import ContainerProcesses
+from tracegrad.runner.docker_engine import DockerEngine, explanation
+from tracegrad.runner.docker_events import ContainerWatch
+from tracegrad.runner.outcomes import ProcessEnd
+from tracegrad.runner.output_capture import OutputCapture
+from tracegrad.runner.sandbox import SandboxError, SandboxUnavailable
+
+GRACE_S = 5.0  # between SIGTERM and SIGKILL, and for the last of the output
+_ASK_S = 30.0  # the engine is asked so often whether the command runs: an event may be lost
+_KILLED = 137  # 128 + SIGKILL
+_NOT_STARTED = (126, 127)
+# In what the engine says of a command that it could not start: the image's own fault.
+_NOT_THERE = ("executable file not found", "no such file or directory", "permission denied",
+              "exec format error", "not a directory")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExecTarget:
+    """A container as commands meet it. `user`: None: the one that it was made with."""
+
+    engine: DockerEngine
+    container: str
+    watch: ContainerWatch
+    processes: ContainerProcesses
+    workdir: str
+    user: str | None
+
+
+async def run_in_container(
+    target: ExecTarget,
+    command: Sequence[str] | str,
+    *,
+    environ: Mapping[str, str | None],
+    timeout_s: float | None,
+    output: Path,
+    echo: Callable[[bytes], object] | None = None,
+) -> ProcessEnd:
+    """As of `Sandbox.run`. Everything in the container ends with the command."""
+    began = time.monotonic()
+    memory_before = target.watch.out_of_memory
+    with open_private(output, "wb") as file:
+        capture = OutputCapture(file, _on_loop(echo))
+        starting = asyncio.create_task(_start(target, command, environ))
+        try:
+            exec_id, raw = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with suppress(SandboxError, APIError):
+                exec_id, raw = await starting
+                await _end(target, exec_id, _OutputReader(raw, capture))
+            raise
+        except APIError as error:
+            return _not_started(command, explanation(error))
+        reader = _OutputReader(raw, capture)
+        timed_out = False
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _ended(target, exec_id, reader)
+        except TimeoutError:
+            timed_out = True
+        except asyncio.CancelledError:
+            with suppress(SandboxError):
+                await asyncio.shield(_end(target, exec_id, reader))
+            raise
+        await asyncio.shield(_end(target, exec_id, reader))
+    seconds, last_line = time.monotonic() - began, capture.last_line()
+    if timed_out:
+        return ProcessEnd(None, seconds, timed_out=True, last_line=last_line)
+    if target.watch.died.is_set():
+        return await _end_of_container(target, seconds, last_line)
+    found = await _inspect(target, exec_id)
+    code = found["ExitCode"]
+    if code is None:
+        raise SandboxUnavailable("the engine does not know how the command ended")
+    if not found["Pid"] and code in _NOT_STARTED:  # so all that was printed is the engine's
+        return _not_started(command, last_line)
+    out_of_memory = code == _KILLED and target.watch.out_of_memory > memory_before
+    return ProcessEnd(code, seconds, last_line=last_line, out_of_memory=out_of_memory)
+
+
+async def _start(
+    target: ExecTarget, command: Sequence[str] | str, environ: Mapping[str, str | None]
+) -> tuple[str, Any]:
+    if isinstance(command, str):
+        command = ["/bin/sh", "-c", command]
+    api = target.engine.api
+    made = await target.engine.call(
+        api.exec_create,
+        target.container,
+        list(command),
+        # A name alone: not to be set.
+        environment=[n if v is None else f"{n}={v}" for n, v in environ.items()],
+        workdir=target.workdir,
+        user=target.user or "",
+    )
+    return made["Id"], await target.engine.call(api.exec_start, made["Id"], socket=True)
+
+
+async def _ended(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:
+    """By the engine's word: the end of the output is only a hint to ask for it."""
+    events = (target.watch.ended(exec_id), target.watch.died, reader.done)
+    signs: list[asyncio.Task[Any]] = [asyncio.create_task(each.wait()) for each in events]
+    try:
+        while True:
+            done, _ = await asyncio.wait(signs, timeout=_ASK_S, return_when=asyncio.FIRST_COMPLETED)
+            if signs[0] in done or signs[1] in done:
+                return
+            if not (await _inspect(target, exec_id))["Running"]:
+                return
+            if signs[2] in done:  # it closed its output and goes on
+                signs[2] = asyncio.create_task(asyncio.sleep(_ASK_S))
+    finally:
+        for each in signs:
+            each.cancel()
+
+
+async def _end(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:
+    """Of all that it started, and of its output."""
+    ended = target.watch.ended(exec_id)
+    try:
+        gone = ended.is_set() or target.watch.died.is_set()
+        if not gone and (await _inspect(target, exec_id))["Running"]:
+            await target.processes.terminate()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(ended.wait(), GRACE_S)
+        if not target.watch.died.is_set():
+            await target.processes.end()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(reader.done.wait(), GRACE_S)
+    finally:
+        target.watch.forget(exec_id)
+        await asyncio.to_thread(reader.close)
+
+
+async def _inspect(target: ExecTarget, exec_id: str) -> Mapping[str, Any]:
+    try:
+        found: Mapping[str, Any] = await target.engine.call(target.engine.api.exec_inspect, exec_id)
+        return found
+    except APIError as error:
+        said = f"the container was lost while a command ran in it: {explanation(error)}"
+        raise SandboxUnavailable(said) from None
+
+
+async def _end_of_container(target: ExecTarget, seconds: float, last_line: str) -> ProcessEnd:
+    """Out of memory it is the command's doing. Raises SandboxUnavailable: it is not."""
+    try:
+        found = await target.engine.call(target.engine.api.inspect_container, target.container)
+    except APIError as error:
+        said = f"the container was lost while a command ran in it: {explanation(error)}"
+        raise SandboxUnavailable(said) from None
+    state = found["State"]
+    if state.get("OOMKilled"):
+        return ProcessEnd(_KILLED, seconds, last_line=last_line, out_of_memory=True)
+    raise SandboxUnavailable(
+        "the container ended while a command ran in it: "
+        + (state.get("Error") or f"exit code {state['ExitCode']}")
+    )
+
+
+def _not_started(command: Sequence[str] | str, said: str) -> ProcessEnd:
+    """Raises SandboxUnavailable: not for a reason of the image's."""
+    name = command if isinstance(command, str) else command[0]
+    if not any(each in said for each in _NOT_THERE):
+        raise SandboxUnavailable(f"the engine could not start a command: {said}")
+    return ProcessEnd(None, 0.0, error=f"{name}: {said.rpartition('process: ')[2]}")
+
+
+def _on_loop(echo: Callable[[bytes], object] | None) -> Callable[[bytes], object] | None:
+    """To be called by a thread."""
+    if echo is None:
+        return None
+    loop = asyncio.get_running_loop()
+    return lambda some: loop.call_soon_threadsafe(echo, some)
+
+
+class _OutputReader:
+    """A thread that reads what the command prints; `done` when that is all."""
+
+    def __init__(self, raw: Any, capture: OutputCapture) -> None:
+        self.done = asyncio.Event()
+        self._raw, self._capture = raw, capture
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._read, name="tracegrad-exec", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for _stream, some in frames_iter_no_tty(self._raw):
+                assert isinstance(some, bytes), "a socket gives bytes"
+                self._capture.take(some)
+        except (OSError, SocketError, ValueError):
+            pass  # closed by us, or lost: the engine says how the command ended
+        finally:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self.done.set)
+
+    def close(self) -> None:
+        """Ends a read that is blocked, too."""
+        with suppress(OSError):
+            _socket(self._raw).shutdown(2)
+        with suppress(OSError):
+            self._raw.close()
+        self._thread.join(GRACE_S)
+
+
+def _socket(raw: Any) -> Any:
+    """What `exec_start` gives: a SocketIO about a socket, or a socket (TLS)."""
+    return getattr(raw, "_sock", raw)

@@ -1,0 +1,512 @@
+"""`tracegrad.run`: training tasks go to an agent that is a function, beside a trainer that serves;
+held-out ones say what it was worth."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from tracegrad import exporter
+from tracegrad.events import Outcome
+from tracegrad.intake_client import IntakeView, read_intake
+from tracegrad.pass_at_k import mean_pass_at_k
+from tracegrad.runner.attempt import Attempt, AttemptObserver
+from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
+from tracegrad.runner.function_attempt import Agent, FunctionSettings, Reward, run_function
+from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
+from tracegrad.runner.run_record import PastAttempt, RunHeader, RunRecord, new_run_folder
+from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
+from tracegrad.runner.stage_limits import StageLimits
+from tracegrad.runner.task_run import Observers, settle_lost
+from tracegrad.transport import ProxyUnreachable
+
+log = logging.getLogger("tracegrad.runner")
+
+_LOOK_S = 1.0  # between two looks at the policy version
+_SAY_S = 10.0
+_RECENT = 256  # rollouts of the mean that is said
+PICTURE = "learning_curve.png"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Held-out attempts. `version`: the policy's that was served when it began; None: unknown.
+    `pass_at_k`: with `k` attempts; None: no task has as many with a reward. `reward`: the mean.
+    `rollouts`: that have one."""
+
+    version: int | None
+    at_s: float
+    pass_at_1: float
+    pass_at_k: float | None
+    k: int
+    reward: float
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """What a run came to.
+
+    Attributes:
+        evaluations: in their order: before, every `eval_every` versions, after.
+        training: mean rewards of training rollouts by the version that was served when they began.
+        outcomes: of training rollouts.
+        replaced, cut: attempts that were made again; that their group did not need.
+        groups: that have all their attempts.
+        ended_by: `tasks`, `steps`, `stop_at` or `patience`.
+        folder: the run's; `run(..., resume=folder)` goes on with it.
+        picture: the learning curve; None: matplotlib is not there, or no version is known.
+    """
+
+    evaluations: Sequence[Evaluation]
+    training: Sequence[CurvePoint]
+    outcomes: Mapping[Outcome, int]
+    replaced: int
+    cut: int
+    groups: int
+    ended_by: str
+    seconds: float
+    folder: Path
+    picture: Path | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """As of `run`."""
+
+    train: Iterable[Any] = ()
+    val: Sequence[Any] = ()
+    reward: Reward | None = None
+    attempts: int | None = None
+    over_sample: int = 0
+    epochs: int = 1
+    steps: int | None = None
+    eval_every: int | None = None
+    eval_attempts: int = 1
+    stop_at: float | None = None
+    patience: int | None = None
+    concurrency: int = 32
+    retries: int = 2
+    timeout_s: float | None = None
+    error_reward: float | None = 0.0
+    infra_errors: tuple[type[Exception], ...] = ()
+    tags: Mapping[str, object] = field(default_factory=lambda: {"split": "train"})
+    name: str | None = None
+    task_id: Callable[[Any], str] | None = None
+    folder: Path | str | None = None
+    resume: Path | str | None = None
+    said: Callable[[str], object] = print
+
+    def __post_init__(self) -> None:
+        """Raises ValueError."""
+        for name in ("attempts", "epochs", "steps", "eval_every", "eval_attempts", "patience",
+                     "concurrency"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} is not 1 or more")
+        if self.epochs > 1 and iter(self.train) is self.train:
+            raise ValueError("epochs: train is an iterator, which goes by once; give a list")
+        if not self.val:
+            for name in ("eval_every", "stop_at", "patience"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: needs held-out tasks; give val=")
+        if self.resume is not None and self.folder is not None:
+            raise ValueError("folder: resume names it already")
+
+
+class RunOptions(TypedDict, total=False):
+    """As of `run`."""
+
+    train: Iterable[Any]
+    val: Sequence[Any]
+    reward: Reward | None
+    attempts: int | None
+    over_sample: int
+    epochs: int
+    steps: int | None
+    eval_every: int | None
+    eval_attempts: int
+    stop_at: float | None
+    patience: int | None
+    concurrency: int
+    retries: int
+    timeout_s: float | None
+    error_reward: float | None
+    infra_errors: tuple[type[Exception], ...]
+    tags: Mapping[str, object]
+    name: str | None
+    task_id: Callable[[Any], str] | None
+    folder: Path | str | None
+    resume: Path | str | None
+    said: Callable[[str], object]
+
+
+def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
+    """Sends tasks to an agent until they are done, the trainer has made its steps, or held-out
+    tasks say that it is enough. Beside `trainer serve`; without a trainer it makes rollouts.
+
+        def solve(task):                       # sync or async; your own client, your own loop
+            answer = my_agent(task["question"])
+            return float(answer == task["answer"])
+
+        report = tracegrad.run(solve, train=tasks, val=held_out, eval_every=8, stop_at=0.9)
+
+    Args:
+        agent: called with a task; what counts as its reward is said at `reward`. Where it has a
+            parameter `rollout`, it gets its `Rollout`.
+        train: tasks; any objects, also without end. One's id is its `task_id` or `id`, as an
+            attribute or a key, else a hash of it: attempts of equal ids in one epoch are a group.
+        val: held-out tasks: marked, never trained, never waiting for the trainer.
+        reward: of the task and of what the agent returned, sync or async; None: a number that it
+            returns, or what it gives by `tracegrad.reward`.
+        attempts: of a group; None: as many as the trainer asks for, 1 without one.
+        over_sample: attempts beyond them; those that run when a group is filled are cut.
+        epochs: how often `train` goes by.
+        steps: ends when the served version has risen by so many.
+        eval_every: versions between two evaluations, which run beside the training. Without it
+            there is one before and one after.
+        eval_attempts: at each held-out task; the k of pass@k.
+        stop_at: ends when held-out pass@1 is as high.
+        patience: ends after so many evaluations without a higher pass@1.
+        concurrency: agents at once, of training and evaluation together.
+        retries: replacements for each attempt that failed by no doing of the agent.
+        timeout_s: of each attempt. error_reward: of an agent that raises after an LLM call.
+        infra_errors: exceptions that are not the agent's doing, beside those of clients whose
+            server fails.
+        tags: of training rollouts, by which the trainer may choose them (`data.tags`).
+        name: the agent's; None: the function's.
+        task_id: of a task; None: as said at `train`.
+        folder: for the record and the picture; None: `.tracegrad/run/TIME`.
+        resume: a folder of a run that was interrupted: what it has ended is not made again.
+        said: gets lines about the run's progress.
+
+    Raises:
+        ValueError: an argument is not what it must be; RecordError: `resume` is another run's.
+        RuntimeError: an event loop runs here: `await tracegrad.run_async(...)`.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(run_async(agent, **options))
+    raise RuntimeError("an event loop runs here: use `await tracegrad.run_async(...)`")
+
+
+async def run_async(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
+    """As `run`, where an event loop runs."""
+    settings = TrainingSettings(**options)
+    threads = ThreadPoolExecutor(settings.concurrency, "tracegrad-agent")
+    try:
+        return await _TrainingRun(agent, settings, threads).run()
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # an agent that was cut may run on
+
+
+class _TrainingRun:
+    """One call of `run`. All on one event loop."""
+
+    def __init__(
+        self, agent: Agent, settings: TrainingSettings, threads: ThreadPoolExecutor
+    ) -> None:
+        self._settings = settings
+        self._began = time.monotonic()
+        self._tasks: dict[GroupKey, Any] = {}  # of groups that are not over
+        limits = StageLimits(settings.concurrency)
+        self._training = FunctionSettings(
+            agent=agent,
+            name=settings.name or str(getattr(agent, "__name__", type(agent).__name__)),
+            limits=limits,
+            threads=threads,
+            reward=settings.reward,
+            error_reward=settings.error_reward,
+            timeout_s=settings.timeout_s,
+            infra_errors=settings.infra_errors,
+            tags=settings.tags,
+        )
+        self._held_out = replace(self._training, held_out=True, tags={"split": "held_out"})
+        self._pace = TrainerPace()
+        self._view: IntakeView | None = None
+        self._evaluations: list[Evaluation] = []
+        self._ended_by = "tasks"
+
+    async def run(self) -> RunReport:
+        settings = self._settings
+        view = await self._look()
+        attempts = settings.attempts or view.attempts or 1
+        record = self._open_record(attempts)
+        settle_lost(record.lost)
+        curve = _Curve(record.past, lambda: self._version)
+        scheduler = Scheduler(
+            self._plans(record),
+            SchedulerSettings(
+                attempts=attempts,
+                over_sample=settings.over_sample,
+                agents=settings.concurrency,
+                ahead=0,
+                retries=settings.retries,
+            ),
+        )
+        driver = Driver(
+            scheduler,
+            self._train_one,
+            pace=self._pace,
+            observer=Observers([record, curve, _Forgotten(self._tasks, scheduler)]),
+        )
+        try:
+            await self._evaluate()
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(driver, curve))
+                await driver.run()
+                watching.cancel()
+            last = self._evaluations[-1].version if self._evaluations else None
+            if last is None or last != (await self._look()).version:
+                await self._evaluate()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            record.close()
+            await asyncio.to_thread(exporter.flush)
+        return self._report(scheduler, curve, record)
+
+    async def _train_one(self, ticket: Ticket, observer: AttemptObserver) -> Attempt:
+        task = self._tasks[ticket.group]
+        return await run_function(task, ticket.group.task_id, self._training, observer)
+
+    def _open_record(self, attempts: int) -> RunRecord:
+        settings = self._settings
+        folder = Path(settings.resume or settings.folder or new_run_folder(Path(".tracegrad/run")))
+        header = RunHeader(
+            tasks=self._training.name,
+            attempts=attempts,
+            over_sample=settings.over_sample,
+            epochs=settings.epochs,
+            held_out=False,
+        )
+        return RunRecord.open(folder, header, resume=settings.resume is not None)
+
+    def _plans(self, record: RunRecord) -> Iterator[GroupPlan]:
+        seen: Counter[str] = Counter()
+        for _ in range(self._settings.epochs):
+            for task in self._settings.train:
+                task_id = self._task_id(task)
+                # An endless stream asks the same again: that is another group, as in an epoch.
+                key = GroupKey(seen[task_id], task_id)
+                seen[task_id] += 1
+                self._tasks[key] = task
+                yield GroupPlan(key, record.ended_of(key))
+
+    def _task_id(self, task: Any) -> str:
+        named = self._settings.task_id
+        return task_id_of(task) if named is None else named(task)
+
+    async def _watch(self, driver: Driver, curve: _Curve) -> None:
+        """Evaluates when it is due, and ends the run when it is enough."""
+        settings, first = self._settings, self._version
+        said_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            version = (await self._look()).version
+            if version is None:
+                continue
+            first = version if first is None else first
+            if settings.steps is not None and version - first >= settings.steps:
+                self._end(driver, "steps")
+                return
+            last = self._evaluations[-1].version if self._evaluations else None
+            due = settings.eval_every is not None and (
+                last is None or version - last >= settings.eval_every
+            )
+            if due:
+                await self._evaluate()
+                if (why := self._enough()) is not None:
+                    self._end(driver, why)
+                    return
+            if time.monotonic() - said_at >= _SAY_S:
+                said_at = time.monotonic()
+                settings.said(curve.line(version))
+
+    def _end(self, driver: Driver, why: str) -> None:
+        self._ended_by = why
+        driver.stop(f"the run has ended: {why}")
+
+    def _enough(self) -> str | None:
+        settings, made = self._settings, self._evaluations
+        if settings.stop_at is not None and made[-1].pass_at_1 >= settings.stop_at:
+            return "stop_at"
+        if settings.patience is not None and len(made) > settings.patience:
+            best = max(made, key=lambda one: one.pass_at_1)  # the first of equals
+            if len(made) - 1 - made.index(best) >= settings.patience:
+                return "patience"
+        return None
+
+    async def _look(self) -> IntakeView:
+        """What was known before, where the proxy does not answer now."""
+        try:
+            self._view = await asyncio.to_thread(read_intake)
+        except ProxyUnreachable as error:
+            if self._view is None:
+                raise
+            log.warning("the policy version is not known: %s", error)
+        return self._view
+
+    @property
+    def _version(self) -> int | None:
+        return None if self._view is None else self._view.version
+
+    async def _evaluate(self) -> None:
+        settings = self._settings
+        if not settings.val:
+            return
+        began = time.monotonic() - self._began
+        version = (await self._look()).version
+        tasks = {GroupKey(0, self._task_id(task)): task for task in settings.val}
+        rewards = _Rewards()
+
+        async def execute(ticket: Ticket, observer: AttemptObserver) -> Attempt:
+            task = tasks[ticket.group]
+            return await run_function(task, ticket.group.task_id, self._held_out, observer)
+
+        scheduler = Scheduler(
+            [GroupPlan(key) for key in tasks],
+            SchedulerSettings(
+                attempts=settings.eval_attempts,
+                agents=settings.concurrency,
+                ahead=0,
+                retries=settings.retries,
+            ),
+        )
+        await Driver(scheduler, execute, pace=unpaced, observer=rewards).run()
+        found = rewards.evaluation(version, began, settings.eval_attempts)
+        if found is None:
+            settings.said("held-out: no attempt has a reward")
+            return
+        self._evaluations.append(found)
+        settings.said(_evaluation_line(found))
+
+    def _report(self, scheduler: Scheduler, curve: _Curve, record: RunRecord) -> RunReport:
+        held_out = [
+            CurvePoint(one.version, one.reward, one.rollouts)
+            for one in self._evaluations
+            if one.version is not None
+        ]
+        training = curve.points()
+        picture = None
+        if training or held_out:
+            picture = draw_learning_curve(record.folder / PICTURE, training, held_out)
+        return RunReport(
+            evaluations=self._evaluations,
+            training=training,
+            outcomes=scheduler.counts.ended,
+            replaced=scheduler.counts.replaced,
+            cut=scheduler.counts.cut,
+            groups=scheduler.counts.filled,
+            ended_by=self._ended_by,
+            seconds=time.monotonic() - self._began,
+            folder=record.folder,
+            picture=picture,
+        )
+
+
+class _Curve(RunObserver):
+    """Training rewards by the version that was served when their attempts began."""
+
+    def __init__(self, past: Sequence[PastAttempt], version: Callable[[], int | None]) -> None:
+        self._version = version
+        self._began: dict[Ticket, int | None] = {}
+        self._rewards: defaultdict[int, list[float]] = defaultdict(list)
+        self._known: list[float] = [one.reward for one in past if one.reward is not None]
+        self._before, self._since = len(self._known), time.monotonic()
+
+    def begun(self, ticket: Ticket, rollout_id: str) -> None:
+        self._began[ticket] = self._version()
+
+    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
+        version = self._began.pop(ticket, None)
+        if attempt.reward is None:
+            return
+        self._known.append(attempt.reward)
+        if version is not None:
+            self._rewards[version].append(attempt.reward)
+
+    def points(self) -> list[CurvePoint]:
+        return [
+            CurvePoint(version, sum(rewards) / len(rewards), len(rewards))
+            for version, rewards in sorted(self._rewards.items())
+        ]
+
+    def line(self, version: int | None) -> str:
+        recent = self._known[-_RECENT:]
+        mean = f"{sum(recent) / len(recent):.2f}" if recent else "unknown"
+        per_minute = 60 * (len(self._known) - self._before) / (time.monotonic() - self._since)
+        return (
+            f"version {version}: {len(self._known)} training rollouts, {per_minute:.0f}/min, "
+            f"mean reward of the last {len(recent)}: {mean}"
+        )
+
+
+class _Rewards(RunObserver):
+    """Of an evaluation, by task."""
+
+    def __init__(self) -> None:
+        self._rewards: defaultdict[GroupKey, list[float]] = defaultdict(list)
+
+    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
+        if attempt.reward is not None:
+            self._rewards[ticket.group].append(attempt.reward)
+
+    def evaluation(self, version: int | None, at_s: float, k: int) -> Evaluation | None:
+        """None: nothing has a reward."""
+        known = [reward for rewards in self._rewards.values() for reward in rewards]
+        if not known:
+            return None
+        return Evaluation(
+            version=version,
+            at_s=at_s,
+            pass_at_1=mean_pass_at_k(self._rewards.values(), 1) or 0.0,
+            pass_at_k=mean_pass_at_k(self._rewards.values(), k),
+            k=k,
+            reward=sum(known) / len(known),
+            rollouts=len(known),
+        )
+
+
+class _Forgotten(RunObserver):
+    """Tasks of groups that are over: a stream of them has no end."""
+
+    def __init__(self, tasks: dict[GroupKey, Any], scheduler: Scheduler) -> None:
+        self._tasks, self._scheduler = tasks, scheduler
+
+    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
+        for key in [key for key in self._tasks if self._scheduler.is_over(key)]:
+            del self._tasks[key]
+
+
+def task_id_of(task: Any) -> str:
+    """Its `task_id` or `id`, as an attribute or a key, else a hash of it."""
+    for name in ("task_id", "id"):
+        found = task.get(name) if isinstance(task, Mapping) else getattr(task, name, None)
+        if isinstance(found, str | int) and not isinstance(found, bool) and found != "":
+            return str(found)
+    try:
+        text = json.dumps(task, sort_keys=True)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"train: {task!r:.60} has no task_id or id, and is no JSON; give task_id=, a function"
+        ) from None
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _evaluation_line(made: Evaluation) -> str:
+    version = "" if made.version is None else f" at version {made.version}"
+    more = ""
+    if made.k > 1 and made.pass_at_k is not None:
+        more = f", pass@{made.k} {made.pass_at_k:.3f}"
+    return f"held-out{version}: pass@1 {made.pass_at_1:.3f}{more} of {made.rollouts} rollouts"

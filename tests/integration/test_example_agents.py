@@ -1,0 +1,89 @@
+"""`make sql-agent` and `make cli-agent` in their short forms: an agent in LangGraph, and one that
+is a command in Docker containers, get better at held-out tasks while they work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from examples.cli_agent.__main__ import SHORT
+from examples.cli_agent.run import SAMPLES
+
+from support.cli_agents.recipes import CACHE
+from support.system import docker_engine
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def engine() -> Iterator[docker_engine.Engine]:
+    with docker_engine.running() as engine:
+        yield engine
+
+
+def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
+    """The line of JSON that it ends with; it has risen as it must."""
+    log, last = folder / "log", folder / "last"
+    with log.open("w") as said, last.open("w") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command, "--short"],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stdout=out,
+            stderr=said,
+        )
+        try:
+            process.wait()
+        finally:
+            if process.poll() is None:
+                for one in psutil.Process(process.pid).children(recursive=True):
+                    one.kill()
+                process.kill()
+                process.wait()
+    assert process.returncode == 0, last.read_text() + log.read_text()
+    found: dict[str, Any] = json.loads(last.read_text().splitlines()[-1])
+    return found
+
+
+def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
+    found = play(tmp_path, "examples.sql_agent")
+    # What it does without chance: at first nothing is right.
+    assert found["greedy_after"] >= found["greedy_before"] + 0.2
+    assert found["policy_versions"] >= 8  # the trainer goes on while the exam is held
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> Path:
+    """For XDG_CACHE_HOME: the agents that other tests install, too."""
+    (tmp_path / "cache" / "tracegrad").mkdir(parents=True)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "tracegrad" / "agents").symlink_to(CACHE)
+    return tmp_path / "cache"
+
+
+@pytest.mark.agents
+def test_a_command_in_containers_learns_file_tasks(
+    tmp_path: Path, caches: Path, engine: docker_engine.Engine
+) -> None:
+    found = play(
+        tmp_path,
+        "examples.cli_agent",
+        f"--image={engine.image(docker_engine.PYTHON_IMAGE)}",
+        DOCKER_HOST=engine.url,
+        XDG_CACHE_HOME=str(caches),
+    )
+    # That both exams were passed through, and that two steps were taken on what containers gave.
+    assert found["policy_versions"] >= SHORT.steps
+    assert found["turns_trained"] > 0
+    attempts = 2 * SHORT.tasks + SHORT.steps * SHORT.groups * SAMPLES
+    assert found["rollouts"] - found["not_scored"] >= attempts
+    assert engine.client().containers(all=True) == []

@@ -1,0 +1,1 @@
+"""Environments of packages that have Pythons of their own."""

@@ -1,0 +1,266 @@
+"""`tracegrad.run`: groups of an agent that is a function, evaluations, and when it is enough."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+import tracegrad
+from support.proxy.proxy_with_engine import ProxyWithEngine
+from support.proxy.servers import eventually
+from tracegrad.events import Outcome
+from tracegrad.intake_client import IntakeView
+from tracegrad.runner import training_run
+from tracegrad.runner.run_record import RecordError
+from tracegrad.runner.training_run import task_id_of
+from tracegrad.store import RolloutSummary
+
+TASKS = [{"id": name, "answer": name} for name in "abc"]
+
+
+def ask(rollout: tracegrad.Rollout) -> None:
+    with openai.OpenAI(base_url=rollout.base_url, api_key=rollout.api_key) as client:
+        messages: Any = [{"role": "user", "content": "hello"}]
+        client.chat.completions.create(model="policy", messages=messages)
+
+
+def stored(proxy: ProxyWithEngine, count: int) -> list[RolloutSummary]:
+    def found() -> list[RolloutSummary] | None:
+        rows = proxy.store.rollouts(limit=None)
+        return rows if len(rows) == count and all(row.outcome for row in rows) else None
+
+    rows: list[RolloutSummary] = eventually(found, 60)
+    return rows
+
+
+def test_a_function_is_run_on_each_task_and_its_number_is_the_reward(
+    proxy: ProxyWithEngine,
+) -> None:
+    said: list[str] = []
+
+    def solve(task: dict[str, str], rollout: tracegrad.Rollout) -> float:
+        ask(rollout)
+        return float(task["id"] != "b")
+
+    report = tracegrad.run(
+        solve, train=TASKS, val=TASKS, attempts=2, eval_attempts=2, said=said.append
+    )
+    rows = stored(proxy, 6 + 2 * 6)
+    training = [row for row in rows if row.tags["split"] == "train"]
+    assert Counter((row.task_id, row.reward) for row in training) == {
+        ("a", 1.0): 2,
+        ("b", 0.0): 2,
+        ("c", 1.0): 2,
+    }
+    assert {row.agent for row in rows} == {"solve"}
+    assert {row.held_out for row in training} == {False}
+    assert {row.held_out for row in rows if row.tags["split"] == "held_out"} == {True}
+    assert all(row.turns == 1 for row in rows)
+    first, last = report.evaluations
+    assert (first.rollouts, last.rollouts) == (6, 6)
+    assert last.pass_at_1 == last.pass_at_k == pytest.approx(2 / 3)
+    assert (report.groups, report.ended_by) == (3, "tasks")
+    assert report.outcomes == {Outcome.COMPLETED: 6}
+    assert said[-1] == "held-out: pass@1 0.667, pass@2 0.667 of 6 rollouts"
+
+
+async def test_an_async_agent_runs_beside_others_and_a_reward_function_scores_it(
+    proxy: ProxyWithEngine,
+) -> None:
+    begun = asyncio.Barrier(4)
+
+    async def solve(task: int) -> str:
+        await begun.wait()  # all of them at once, or never
+        return str(task)
+
+    async def reward(task: int, answer: str) -> float:
+        return float(answer == str(task) and task != 2)
+
+    report = await tracegrad.run_async(
+        solve, train=range(4), reward=reward, task_id=str, concurrency=4
+    )
+    rows = stored(proxy, 4)
+    assert {row.task_id: row.reward for row in rows} == {"0": 1.0, "1": 1.0, "2": 0.0, "3": 1.0}
+    assert report.groups == 4
+
+
+class APIConnectionError(Exception):
+    """By this name clients say that their server fails."""
+
+
+@pytest.mark.parametrize(
+    ("error", "asks", "outcome", "reward"),
+    [
+        (ValueError("no tool"), True, "agent_error", 0.0),
+        (ValueError("no tool"), False, "env_error", None),
+        (APIConnectionError("away"), True, "infra_error", None),
+        (KeyError("mine"), True, "infra_error", None),
+    ],
+)
+def test_what_an_agent_raises_is_told_apart(
+    proxy: ProxyWithEngine, error: Exception, asks: bool, outcome: str, reward: float | None
+) -> None:
+    def solve(task: Any, rollout: tracegrad.Rollout) -> float:
+        if asks:
+            ask(rollout)
+        raise error
+
+    tracegrad.run(solve, train=TASKS[:1], retries=0, infra_errors=(KeyError,))
+    (row,) = stored(proxy, 1)
+    assert (row.outcome, row.reward) == (outcome, reward)
+
+
+def test_a_failure_of_the_serving_side_is_made_again(proxy: ProxyWithEngine) -> None:
+    tries = count()
+
+    def solve(task: Any, rollout: tracegrad.Rollout) -> float:
+        ask(rollout)
+        if next(tries) == 0:
+            raise ConnectionResetError("the engine restarts")
+        return 1.0
+
+    report = tracegrad.run(solve, train=TASKS[:1])
+    assert (report.replaced, report.groups) == (1, 1)
+    assert Counter(str(row.outcome) for row in stored(proxy, 2)) == {
+        "completed": 1,
+        "infra_error": 1,
+    }
+
+
+def test_what_the_agent_says_itself_stands(proxy: ProxyWithEngine) -> None:
+    def solve(task: Any, rollout: tracegrad.Rollout) -> str:
+        tracegrad.reward(0.25)
+        rollout.finish("budget")
+        return "answer"
+
+    report = tracegrad.run(solve, train=TASKS[:1])
+    (row,) = stored(proxy, 1)
+    assert (row.outcome, row.reward) == ("budget", 0.25)
+    assert report.outcomes == {Outcome.BUDGET: 1}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """A trainer as far as a driver sees one: the version that it serves."""
+    serves = 0
+
+    def serve(version: int) -> None:
+        nonlocal serves
+        serves = version
+
+    monkeypatch.setattr(training_run, "read_intake", lambda: IntakeView(True, 2, serves))
+    monkeypatch.setattr(training_run, "_LOOK_S", 0.05)
+    return serve
+
+
+def test_it_ends_when_the_trainer_has_made_its_steps(
+    proxy: ProxyWithEngine, versions: Callable[[int], None]
+) -> None:
+    """Also where there is no end of tasks; each is asked as often as the trainer's groups want."""
+    served = count()
+
+    def solve(task: Any) -> float:
+        versions(next(served) // 8)
+        return 1.0
+
+    endless = ({"id": str(n % 5)} for n in count())
+    report = tracegrad.run(solve, train=endless, steps=3, concurrency=4, said=lambda _: None)
+    assert report.ended_by == "steps"
+    assert report.groups >= 8, "two attempts a group, eight a version, four under way"
+    assert report.training[0].version == 0
+    assert report.picture is not None
+    assert report.picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("settings", "ended_by", "evaluations"),
+    [({"stop_at": 0.9}, "stop_at", 3), ({"patience": 2}, "patience", 4)],
+)
+def test_it_ends_when_held_out_tasks_say_so(
+    proxy: ProxyWithEngine,
+    versions: Callable[[int], None],
+    settings: dict[str, Any],
+    ended_by: str,
+    evaluations: int,
+) -> None:
+    """A version for each evaluation; of the second on, held-out tasks succeed, or never."""
+    version = 0
+
+    def solve(task: dict[str, str]) -> float:
+        time.sleep(0.01)
+        return float(ended_by == "stop_at" and version > 0)
+
+    def said(line: str) -> None:
+        nonlocal version
+        if line.startswith("held-out"):
+            version += 1
+            versions(version)
+
+    endless = ({"id": str(n)} for n in count())
+    report = tracegrad.run(
+        solve, train=endless, val=TASKS, eval_every=1, said=said, concurrency=4, **settings
+    )
+    assert report.ended_by == ended_by
+    # The last one is of what was served when the training had ended.
+    assert [one.version for one in report.evaluations] == [*range(evaluations)]
+
+
+def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    folder, done = tmp_path / "run", list[str]()
+
+    def solve(task: dict[str, str]) -> float:
+        if task["id"] == "c" and "c" not in done:
+            done.append("c")
+            record = folder / "record.jsonl"
+            eventually(lambda: record.read_text().count('"ended"') == 2, 60)
+            raise KeyboardInterrupt
+        done.append(task["id"])
+        return 1.0
+
+    with pytest.raises(KeyboardInterrupt):
+        tracegrad.run(solve, train=TASKS, concurrency=1, folder=folder)
+    assert done == ["a", "b", "c"]
+    report = tracegrad.run(solve, train=TASKS, concurrency=1, resume=folder)
+    assert done == ["a", "b", "c", "c"]
+    assert report.groups == 3
+    with pytest.raises(RecordError, match="attempts was 1 and is 2 now"):
+        tracegrad.run(solve, train=TASKS, attempts=2, resume=folder)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"attempts": 0}, "attempts: 0 is not 1 or more"),
+        ({"train": iter([1]), "epochs": 2}, "epochs: train is an iterator"),
+        ({"stop_at": 0.5}, "stop_at: needs held-out tasks"),
+        ({"folder": "a", "resume": "b"}, "folder: resume names it"),
+        ({"train": [object()]}, "has no task_id or id"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    proxy: ProxyWithEngine, settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        tracegrad.run(lambda task: 1.0, **settings)
+
+
+def test_tasks_have_ids() -> None:
+    class Task:
+        task_id = "t"
+
+    assert task_id_of(Task()) == "t"
+    assert task_id_of({"id": 7}) == "7"
+    assert task_id_of("text") == task_id_of("text") != task_id_of("other")
+
+
+async def test_in_a_running_loop_it_says_what_to_call() -> None:
+    with pytest.raises(RuntimeError, match="run_async"):
+        tracegrad.run(lambda task: 1.0)
