@@ -41,6 +41,8 @@ PROXY = "http://127.0.0.1:9"  # nobody listens there
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
+    if reason := docker_engine.why_not():
+        pytest.skip(reason)
     with docker_engine.running() as found:
         yield found
 

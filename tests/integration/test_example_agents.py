@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def engine() -> Iterator[docker_engine.Engine]:
+    if reason := docker_engine.why_not():
+        pytest.skip(reason)
     with docker_engine.running() as engine:
         yield engine
 

@@ -88,6 +88,17 @@ class Engine:
         return name
 
 
+def why_not() -> str | None:
+    """Why no engine can be started here: what it does first is not permitted."""
+    if os.geteuid() != 0:
+        return "a Docker engine of the tests' own needs root"
+    tried = ["unshare", "--mount", "--pid", "--net", "--fork", "mount", "-t", "tmpfs", "-", "/mnt"]
+    made = subprocess.run(tried, capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"containers are not permitted here: {made.stderr.strip()}"
+    return None
+
+
 @contextmanager
 def running() -> Iterator[Engine]:
     """Raises RuntimeError: it does not start; with the end of its log."""
