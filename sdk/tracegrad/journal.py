@@ -199,11 +199,12 @@ class Journal:
     def abandon(self) -> None:
         """Close the files as they are. Also a forked child's way: closing its copies does not
         unlock the folder, which stays its parent's."""
-        for fd in (self._write_fd, self._read_fd, self._lock_fd):
+        fds = self._write_fd, self._read_fd, self._lock_fd
+        self._write_fd = self._read_fd = self._lock_fd = self._folder = None
+        for fd in fds:
             if fd is not None:
                 with suppress(OSError):
                     os.close(fd)
-        self._write_fd = self._read_fd = self._lock_fd = self._folder = None
         self._offset = self._size = self._closed_bytes = 0
         self._first = self._last = self._last + 1
 
@@ -304,9 +305,11 @@ class Journal:
                 self.abandon()
 
     def _close_reader(self) -> None:
-        if self._read_fd is not None:
-            os.close(self._read_fd)
-            self._read_fd = None
+        # Forgotten first: a child forked in between would close, in `abandon`, whatever file has
+        # its number by then, such as the pipe that is to become the child's output.
+        fd, self._read_fd = self._read_fd, None
+        if fd is not None:
+            os.close(fd)
 
 
 class OrphanedJournal:

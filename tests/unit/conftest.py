@@ -10,6 +10,8 @@ import pytest
 
 from support.store import postgres_server as postgres
 from support.store.empty_stores import PostgreSQLStores, SQLiteStores
+from tracegrad import exporter, telemetry
+from tracegrad.exporter import EventExporter
 from tracegrad.store import Store
 
 
@@ -40,6 +42,17 @@ def _database(item: pytest.Item) -> str | None:
 def _databases(item: pytest.Item) -> tuple[str | None, ...]:
     marker = item.get_closest_marker("databases")
     return (_database(item),) if marker is None else (None, *marker.args)
+
+
+@pytest.fixture(autouse=True)
+def _exporters_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test left undelivered is not tried, and said, within a later one."""
+    exporters: dict[str, EventExporter] = {}
+    monkeypatch.setattr(exporter, "_exporters", exporters)
+    monkeypatch.setattr(telemetry, "_private", {})
+    yield
+    for each in exporters.values():
+        each.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import functools
 import os
 import resource
@@ -24,10 +25,23 @@ from pathlib import Path
 from tracegrad.private_files import open_private
 from tracegrad.runner.outcomes import ProcessEnd
 from tracegrad.runner.output_capture import CHUNK, OutputCapture
+from tracegrad.runner.sandbox import SandboxUnavailable
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _LOOK_AGAIN_S = 0.02
 _PR_SET_PDEATHSIG = 1
+# What is wrong with a command itself. Whatever else the system refuses is the machine's lack.
+_OF_THE_COMMAND = {
+    errno.E2BIG,
+    errno.EACCES,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOEXEC,
+    errno.ENOTDIR,
+    errno.EPERM,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,9 @@ async def run_process(
         echo: gets what it prints, too.
 
     A cancellation ends it and is raised.
+
+    Raises:
+        SandboxUnavailable: this machine has no process, memory or file left for it.
     """
     began = time.monotonic()
     with open_private(output, "wb") as file:
@@ -71,13 +88,19 @@ async def run_process(
         # A pipe of our own: asyncio's `wait` would wait for whoever else holds one of its pipes.
         ours, theirs = os.pipe()
         reader = asyncio.create_task(capture.read(ours))
+        process = None
         try:
             process = await _start(command, folder, environ, theirs, limits)
         except OSError as error:
             name = command if isinstance(command, str) else command[0]
-            return ProcessEnd(None, 0.0, error=f"{name}: {error.strerror or error}")
+            said = f"{name}: {error.strerror or error}"
+            if error.errno not in _OF_THE_COMMAND:
+                raise SandboxUnavailable(f"could not be started: {said}") from None
+            return ProcessEnd(None, 0.0, error=said)
         finally:
             os.close(theirs)
+            if process is None:
+                await _until_read(reader)
         timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -86,9 +109,7 @@ async def run_process(
             timed_out = True
         finally:
             await asyncio.shield(_end(process, marker))
-            # Who holds the pipe yet dropped the marker on purpose, and is not waited for.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(reader, GRACE_S)
+            await _until_read(reader)
     seconds = time.monotonic() - began
     code = None if timed_out else process.returncode
     return ProcessEnd(code, seconds, timed_out=timed_out, last_line=capture.last_line())
@@ -138,6 +159,12 @@ class _Capture(OutputCapture):
                 self.take(some)
         finally:
             transport.close()
+
+
+async def _until_read(reader: asyncio.Task[None]) -> None:
+    """Who holds the pipe yet dropped the marker on purpose, and is not waited for."""
+    with suppress(TimeoutError):
+        await asyncio.wait_for(reader, GRACE_S)
 
 
 async def _end(process: asyncio.subprocess.Process, marker: str) -> None:

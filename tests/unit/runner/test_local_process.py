@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from support.proxy.servers import eventually
 from tracegrad.runner import local_process, output_capture
 from tracegrad.runner.local_process import run_process
 from tracegrad.runner.outcomes import ProcessEnd
+from tracegrad.runner.sandbox import SandboxUnavailable
 
 MARKER = "/rollouts/of-this-test/"
 ENVIRON = {**os.environ, "OPENAI_BASE_URL": f"http://127.0.0.1:1{MARKER}v1"}
@@ -75,6 +77,20 @@ async def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
     end, _ = await run(tmp_path, "no-such-agent")
     assert end.exit_code is None
     assert end.error == "no-such-agent: No such file or directory"
+
+
+async def test_what_the_machine_lacks_is_not_the_commands_doing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing reads the output of a command that never was."""
+
+    async def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
+    with pytest.raises(SandboxUnavailable, match="could not be started: true: Resource temp"):
+        await run(tmp_path, "true")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_what_left_the_group_is_ended_with_the_others(tmp_path: Path) -> None:

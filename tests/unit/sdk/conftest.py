@@ -6,21 +6,15 @@ from pathlib import Path
 import pytest
 
 from support.sdk.fake_proxy import FakeProxy, serve
-from tracegrad import exporter, telemetry
-from tracegrad.exporter import EventExporter
+from tracegrad import exporter
 from tracegrad_trainer.utils.network import find_free_port
 
 
 @pytest.fixture(autouse=True)
-def journals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """No test waits for what another one left undelivered; this one's journals are here."""
-    exporters: dict[str, EventExporter] = {}
-    monkeypatch.setattr(exporter, "_exporters", exporters)
-    monkeypatch.setattr(telemetry, "_private", {})
+def journals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where this test's journals are."""
     monkeypatch.setenv("TRACEGRAD_JOURNAL", str(tmp_path / "journal"))
-    yield tmp_path / "journal"
-    for each in exporters.values():
-        each.shutdown()
+    return tmp_path / "journal"
 
 
 @pytest.fixture

@@ -106,6 +106,33 @@ def test_a_folder_is_left_when_its_owner_is_gone_and_not_before(
     assert files(tmp_path) == []
 
 
+def test_a_journal_never_holds_the_number_of_a_closed_file(
+    mine: Journal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child that is forked while another thread closes one abandons the journal, which closes
+    what it holds: by then the number may be that of the child's own output."""
+    closed = []
+
+    def close(fd: int) -> None:
+        assert fd not in (mine._write_fd, mine._read_fd, mine._lock_fd)
+        closed.append(fd)
+        real(fd)
+
+    real = os.close
+    monkeypatch.setattr(os, "close", close)
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 64)
+    for record in records(range(100)):
+        mine.append(record)
+    while (batch := mine.read(100, 1 << 20)) is not None:
+        mine.acknowledge(batch)
+    assert len(closed) > 20, "of segments that were written and read"
+    mine.append(b"{}")
+    assert mine.read(1, 100) is not None
+    closed.clear()
+    mine.abandon()
+    assert len(closed) == 3
+
+
 def test_the_owner_of_a_folder_may_die_while_others_look(tmp_path: Path) -> None:
     """Each left journal has one new owner, however many look for it at once."""
     for number in range(20):
