@@ -228,7 +228,7 @@ async def test_concurrent_agents_are_kept_apart(proxy: FakeProxy) -> None:
 def test_threads_have_rollouts_of_their_own(proxy: FakeProxy) -> None:
     @trace(task=lambda i: str(i))
     def solve(i: int) -> None:
-        barrier.wait(5)
+        barrier.wait(60)
         openai_sync(proxy.url, **{"x-i": str(i)})
 
     barrier = threading.Barrier(4)
