@@ -50,7 +50,7 @@ async def with_httpx_async(url: str, **headers: str) -> None:
 
 
 def with_requests(url: str, **headers: str) -> None:
-    requests.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=5)
+    requests.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=60)
 
 
 async def with_aiohttp(url: str, **headers: str) -> None:

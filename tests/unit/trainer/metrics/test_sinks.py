@@ -41,7 +41,7 @@ def scraped(sinks: MetricSinks) -> dict[str, float]:
     [prometheus] = [sink for sink in sinks.sinks if isinstance(sink, PrometheusSink)]
     url = f"http://127.0.0.1:{prometheus.port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=5) as response:
+    with opener.open(url, timeout=60) as response:
         text = response.read().decode()
     return {
         sample.name + "".join(f"[{value}]" for value in sample.labels.values()): sample.value
