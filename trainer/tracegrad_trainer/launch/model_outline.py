@@ -22,7 +22,7 @@ from tracegrad.chat.model_folder import (
 from tracegrad_trainer.engine.model.safetensors_files import weight_files
 
 if TYPE_CHECKING:
-    from huggingface_hub.utils import SafetensorsFileMetadata
+    from huggingface_hub.utils._safetensors import SafetensorsFileMetadata
 
 
 class ModelOutlines:
