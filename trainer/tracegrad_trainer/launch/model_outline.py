@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self
 
 from tracegrad.chat.model_folder import (
     HubName,
@@ -21,8 +22,8 @@ from tracegrad.chat.model_folder import (
 )
 from tracegrad_trainer.engine.model.safetensors_files import weight_files
 
-if TYPE_CHECKING:
-    from huggingface_hub.utils._safetensors import SafetensorsFileMetadata
+# What a safetensors file says of its tensors, by their names.
+Header = Mapping[str, Mapping[str, Any]]
 
 
 class ModelOutlines:
@@ -53,7 +54,7 @@ class ModelOutlines:
         headers = _headers(hub.repository, commit)
         if headers is None:
             return find_model_folder(name, pinned_by=pinned_by)
-        outline = Path(self._temp.name) / hub.repository.replace("/", "--") / str(commit)
+        outline = Path(self._temp.name).resolve() / hub.repository.replace("/", "--") / str(commit)
         if not outline.exists():
             outline.mkdir(parents=True)
             for file in snapshot.iterdir():
@@ -74,7 +75,7 @@ def _is_whole(snapshot: Path) -> bool:
     return bool(files) and all(file.is_file() for file in files)
 
 
-def _headers(repository: str, commit: str | None) -> Mapping[str, SafetensorsFileMetadata] | None:
+def _headers(repository: str, commit: str | None) -> Mapping[str, Header] | None:
     """By file; None: it has no safetensors of the usual names, or some in other folders. Raises
     ModelNotFound."""
     from huggingface_hub import HfApi
@@ -87,24 +88,28 @@ def _headers(repository: str, commit: str | None) -> Mapping[str, SafetensorsFil
     except Exception as error:  # as of `find_model_folder`
         raise explained(repository, commit, error) from error
     # Names are the repository's, and are to lead nowhere else.
-    return found if all(Path(name).name == name for name in found) else None
+    if not all(Path(name).name == name for name in found):
+        return None
+    return {
+        file: {name: asdict(one) for name, one in f.tensors.items()} for file, f in found.items()
+    }
 
 
-def _write_index(outline: Path, headers: Mapping[str, SafetensorsFileMetadata]) -> None:
-    places = {name: file for file, one in headers.items() for name in one.tensors}
+def _write_index(outline: Path, headers: Mapping[str, Header]) -> None:
+    places = {name: file for file, header in headers.items() for name in header}
     index = outline / "model.safetensors.index.json"
     if "model.safetensors" not in headers:
         index.unlink(missing_ok=True)  # a link into the cache
         index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
 
 
-def _write_outline(path: Path, found: SafetensorsFileMetadata) -> None:
+def _write_outline(path: Path, header: Header) -> None:
     tensors = {
-        name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": one.data_offsets}
-        for name, one in found.tensors.items()
+        name: {field: one[field] for field in ("dtype", "shape", "data_offsets")}
+        for name, one in header.items()
     }
-    header = json.dumps(tensors).encode()
-    size = max((one.data_offsets[1] for one in found.tensors.values()), default=0)
+    text = json.dumps(tensors).encode()
+    size = max((one["data_offsets"][1] for one in header.values()), default=0)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + size)
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
