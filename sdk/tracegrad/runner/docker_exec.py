@@ -5,27 +5,28 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from docker.errors import APIError
-from docker.utils.socket import SocketError, frames_iter_no_tty
 
 from tracegrad.private_files import open_private
 from tracegrad.runner.container_processes import ContainerProcesses
 from tracegrad.runner.docker_engine import DockerEngine, explanation
 from tracegrad.runner.docker_events import ContainerWatch
 from tracegrad.runner.outcomes import ProcessEnd
-from tracegrad.runner.output_capture import OutputCapture
+from tracegrad.runner.output_capture import CHUNK, OutputCapture
 from tracegrad.runner.sandbox import SandboxError, SandboxUnavailable
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL, and for the last of the output
 _ASK_S = 30.0  # the engine is asked so often whether the command runs: an event may be lost
 _KILLED = 137  # 128 + SIGKILL
 _NOT_STARTED = (126, 127)
+_FRAME_HEAD = 8  # bytes: which stream, three zeros, the frame's length
 # In what the engine says of a command that it could not start: the image's own fault.
 _NOT_THERE = ("executable file not found", "no such file or directory", "permission denied",
               "exec format error", "not a directory")  # fmt: skip
@@ -201,10 +202,10 @@ class _OutputReader:
 
     def _read(self) -> None:
         try:
-            for _stream, some in frames_iter_no_tty(self._raw):
-                assert isinstance(some, bytes), "a socket gives bytes"
+            _socket(self._raw).settimeout(None)  # a command may print nothing for hours
+            for some in _frames(_buffered(self._raw)):
                 self._capture.take(some)
-        except (OSError, SocketError, ValueError):
+        except (OSError, ValueError):
             pass  # closed by us, or lost: the engine says how the command ended
         finally:
             with suppress(RuntimeError):  # the loop is closed
@@ -217,6 +218,22 @@ class _OutputReader:
         with suppress(OSError):
             self._raw.close()
         self._thread.join(GRACE_S)
+
+
+def _frames(file: BufferedReader) -> Iterator[bytes]:
+    """What the frames of both streams hold."""
+    while len(head := file.read(_FRAME_HEAD)) == _FRAME_HEAD:
+        left = int.from_bytes(head[4:])
+        while left and (some := file.read1(min(left, CHUNK))):
+            left -= len(some)
+            yield some
+
+
+def _buffered(raw: Any) -> BufferedReader:
+    """`exec_start` gives what lies below the buffer from which the answer's head was read, and
+    whoever is late to read that has the first of the output in the buffer, too."""
+    found: BufferedReader = raw._response.raw._fp.fp
+    return found
 
 
 def _socket(raw: Any) -> Any:
