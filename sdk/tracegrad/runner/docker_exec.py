@@ -15,6 +15,7 @@ from typing import Any
 from docker.errors import APIError
 
 from tracegrad.private_files import open_private
+from tracegrad.runner.cancellation import to_its_end
 from tracegrad.runner.container_processes import ContainerProcesses
 from tracegrad.runner.docker_engine import DockerEngine, explanation
 from tracegrad.runner.docker_events import ContainerWatch
@@ -63,8 +64,7 @@ async def run_in_container(
             exec_id, raw = await asyncio.shield(starting)
         except asyncio.CancelledError:
             with suppress(SandboxError, APIError):
-                exec_id, raw = await starting
-                await _end(target, exec_id, _OutputReader(raw, capture))
+                await to_its_end(_end_start(target, starting, capture))
             raise
         except APIError as error:
             return _not_started(command, explanation(error))
@@ -77,9 +77,9 @@ async def run_in_container(
             timed_out = True
         except asyncio.CancelledError:
             with suppress(SandboxError):
-                await asyncio.shield(_end(target, exec_id, reader))
+                await to_its_end(_end(target, exec_id, reader))
             raise
-        await asyncio.shield(_end(target, exec_id, reader))
+        await to_its_end(_end(target, exec_id, reader))
     seconds, last_line = time.monotonic() - began, capture.last_line()
     if timed_out:
         return ProcessEnd(None, seconds, timed_out=True, last_line=last_line)
@@ -129,6 +129,14 @@ async def _ended(target: ExecTarget, exec_id: str, reader: _OutputReader) -> Non
     finally:
         for each in signs:
             each.cancel()
+
+
+async def _end_start(
+    target: ExecTarget, starting: asyncio.Task[tuple[str, Any]], capture: OutputCapture
+) -> None:
+    """A thread that starts a command is not to be stopped."""
+    exec_id, raw = await starting
+    await _end(target, exec_id, _OutputReader(raw, capture))
 
 
 async def _end(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracegrad.private_files import open_private
+from tracegrad.runner.cancellation import to_its_end
 from tracegrad.runner.outcomes import ProcessEnd
 from tracegrad.runner.output_capture import CHUNK, OutputCapture
 from tracegrad.runner.sandbox import SandboxUnavailable
@@ -99,8 +100,8 @@ async def run_process(
             return ProcessEnd(None, 0.0, error=said)
         finally:
             os.close(theirs)
-            if process is None:
-                await _until_read(reader)
+            if process is None:  # it may have begun, where a cancellation came: asyncio kills it
+                await to_its_end(_end_started(marker, reader))
         timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -108,8 +109,7 @@ async def run_process(
         except TimeoutError:
             timed_out = True
         finally:
-            await asyncio.shield(_end(process, marker))
-            await _until_read(reader)
+            await to_its_end(_end(process, marker, reader))
     seconds = time.monotonic() - began
     code = None if timed_out else process.returncode
     return ProcessEnd(code, seconds, timed_out=timed_out, last_line=capture.last_line())
@@ -167,8 +167,10 @@ async def _until_read(reader: asyncio.Task[None]) -> None:
         await asyncio.wait_for(reader, GRACE_S)
 
 
-async def _end(process: asyncio.subprocess.Process, marker: str) -> None:
-    """Of the command and all that it started."""
+async def _end(
+    process: asyncio.subprocess.Process, marker: str, reader: asyncio.Task[None]
+) -> None:
+    """Of the command, all that it started, and its output."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -177,7 +179,12 @@ async def _end(process: asyncio.subprocess.Process, marker: str) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+    await _end_started(marker, reader)
+
+
+async def _end_started(marker: str, reader: asyncio.Task[None]) -> None:
     await asyncio.to_thread(end_marked, marker)
+    await _until_read(reader)
 
 
 def end_marked(marker: str) -> None:
