@@ -179,22 +179,23 @@ class _Attempt:
     async def _start(self) -> Sandbox:
         """Raises SandboxError."""
         timeout_s = self._settings.timeouts.start_s
-        came = False
         with SpanScope(SANDBOX_SPAN, self._opened.url):
             async with self._queued(self._settings.limits.start()):
                 try:
                     with self._timed("sandbox"):
                         async with asyncio.timeout(timeout_s):
                             found = await self._settings.backend.start(self._task.sandbox)
-                    came = True
-                    return found
-                except TimeoutError:
-                    raise SandboxUnavailable(f"did not start in {timeout_s:g} s") from None
                 except BrokenEnvironment:
-                    came = True  # the machine did its part
+                    self._observer.sandbox_tried(True)  # the machine did its part
                     raise
-                finally:
-                    self._observer.sandbox_tried(came)
+                except TimeoutError:
+                    self._observer.sandbox_tried(False)
+                    raise SandboxUnavailable(f"did not start in {timeout_s:g} s") from None
+                except Exception:  # a cancellation says nothing of the machine
+                    self._observer.sandbox_tried(False)
+                    raise
+                self._observer.sandbox_tried(True)
+                return found
 
     async def _run_and_score(self, sandbox: Sandbox) -> Classified:
         async with self._queued(self._settings.limits.agent()):
