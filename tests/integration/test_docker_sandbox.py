@@ -552,6 +552,15 @@ async def test_output_that_comes_with_the_answers_head_is_kept(
     assert (said, end.last_line) == ("first\n0.5\n", "0.5")
 
 
+async def test_a_full_disk_is_the_machines_doing_and_holds_nobody_up(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    sandbox = await backend.start(spec)
+    (tmp_path / "output").symlink_to("/dev/full")
+    with pytest.raises(SandboxUnavailable, match="could not be kept: No space"):
+        await run(sandbox, "head -c 3000000 /dev/zero", tmp_path)
+
+
 async def test_a_start_that_is_given_up_leaves_nothing(
     engine: Engine, api: docker.APIClient, spec: SandboxSpec, tmp_path: Path
 ) -> None:

@@ -81,6 +81,7 @@ async def run_in_container(
             raise
         await to_its_end(_end(target, exec_id, reader))
     seconds, last_line = time.monotonic() - began, capture.last_line()
+    capture.check()
     if timed_out:
         return ProcessEnd(None, seconds, timed_out=True, last_line=last_line)
     if target.watch.died.is_set():

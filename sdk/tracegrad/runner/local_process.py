@@ -30,6 +30,7 @@ from tracegrad.runner.sandbox import SandboxUnavailable
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _LOOK_AGAIN_S = 0.02
+_LOOKS = 3
 _PR_SET_PDEATHSIG = 1
 # What is wrong with a command itself. Whatever else the system refuses is the machine's lack.
 _OF_THE_COMMAND = {
@@ -81,7 +82,7 @@ async def run_process(
     A cancellation ends it and is raised.
 
     Raises:
-        SandboxUnavailable: this machine has no process, memory or file left for it.
+        SandboxUnavailable: this machine has no process, memory, file or disk left for it.
     """
     began = time.monotonic()
     with open_private(output, "wb") as file:
@@ -111,6 +112,7 @@ async def run_process(
         finally:
             await to_its_end(_end(process, marker, reader))
     seconds = time.monotonic() - began
+    capture.check()
     code = None if timed_out else process.returncode
     return ProcessEnd(code, seconds, timed_out=timed_out, last_line=capture.last_line())
 
@@ -188,20 +190,25 @@ async def _end_started(marker: str, reader: asyncio.Task[None]) -> None:
 
 
 def end_marked(marker: str) -> None:
-    """Until none is left: one may have been forked while the others were killed."""
+    """Until none is seen in several looks: one that is forked, or begins its program, just while it
+    is looked at is not seen."""
     deadline = time.monotonic() + GRACE_S
-    while kill_marked(marker) and time.monotonic() < deadline:
-        time.sleep(_LOOK_AGAIN_S)
+    unseen = 0
+    while unseen < _LOOKS and time.monotonic() < deadline:
+        if kill_marked(marker):
+            unseen = 0
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            unseen += 1
 
 
 def kill_marked(marker: str) -> int:
     """SIGKILL to every process of ours with `marker` in its environment; how many there were."""
     killed = 0
-    sought = marker.encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(entry.parent.name)
-        with suppress(OSError):
-            if pid != os.getpid() and sought in entry.read_bytes():
+    sought, own = marker.encode(), os.getpid()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if pid != own and sought in environ.read():
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
     return killed

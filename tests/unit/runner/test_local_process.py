@@ -75,6 +75,14 @@ async def test_more_than_is_kept_is_read_all_the_same(
     assert (len(said), end.last_line) == (1000, "last")
 
 
+async def test_a_full_disk_is_not_the_commands_doing(tmp_path: Path) -> None:
+    """And it is read to its end: nobody waits for a reader."""
+    (tmp_path / "agent.log").symlink_to("/dev/full")
+    with pytest.raises(SandboxUnavailable, match="could not be kept: No space"):
+        await run(tmp_path, "sh", "-c", "head -c 300000 /dev/zero && echo > read")
+    assert (tmp_path / "read").exists()
+
+
 async def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
     end, _ = await run(tmp_path, "no-such-agent")
     assert end.exit_code is None
