@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -578,6 +580,31 @@ async def test_what_a_program_prints_is_not_the_engines_word(
     lie = "OCI runtime exec failed: exec failed: unable to start container process: unknown"
     end, _ = await run(sandbox, f"echo '{lie}'; exit 126", tmp_path)
     assert (end.exit_code, end.error) == (126, None)
+
+
+async def test_output_that_comes_with_the_answers_head_is_kept(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this process is busy, a short command has ended before its answer's head is read."""
+    sandbox = await backend.start(spec)
+    getresponse = HTTPConnection.getresponse
+
+    def late(self: HTTPConnection) -> HTTPResponse:
+        time.sleep(0.5)
+        return getresponse(self)
+
+    monkeypatch.setattr(HTTPConnection, "getresponse", late)
+    end, said = await run(sandbox, "echo first; echo 0.5", tmp_path)
+    assert (said, end.last_line) == ("first\n0.5\n", "0.5")
+
+
+async def test_a_full_disk_is_the_machines_doing_and_holds_nobody_up(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    sandbox = await backend.start(spec)
+    (tmp_path / "output").symlink_to("/dev/full")
+    with pytest.raises(SandboxUnavailable, match="could not be kept: No space"):
+        await run(sandbox, "head -c 3000000 /dev/zero", tmp_path)
 
 
 async def test_a_start_that_is_given_up_leaves_nothing(

@@ -191,6 +191,7 @@ class RaySandbox:
                     async for each in said:
                         some = await each
                         if isinstance(some, ProcessEnd):
+                            capture.check()
                             return some
                         capture.take(some)
         raise SandboxUnavailable(f"host {self._hosted.host}: the command has no end")
