@@ -33,6 +33,7 @@ from tracegrad_trainer.engine.checkpoint.untrained_parts import (
 )
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.model.memory import meta_model
+from tracegrad_trainer.inference.canary_push import CanaryEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.engine_watch import EngineWatch
@@ -46,12 +47,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 from tracegrad_trainer.inference.m2n_push import LiveShards, M2nOrder, M2nSender
 from tracegrad_trainer.inference.transports import ControlOf, of_ranks, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import (
-    CanaryEngine,
-    PushReport,
-    SupersededError,
-    WeightPusher,
-)
+from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero

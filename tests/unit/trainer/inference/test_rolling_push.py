@@ -15,8 +15,9 @@ from support.proxy.proxy_with_engine import served_proxy
 from support.proxy.servers import CONTROL, CONTROL_KEY
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad.store import GroupCommitWriter, Store
+from tracegrad_trainer.inference.canary_push import CanaryEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
-from tracegrad_trainer.inference.weight_push import CanaryEngine, WeightPusher
+from tracegrad_trainer.inference.weight_push import WeightPusher
 
 PAUSE, LOAD_STAGED = "/pause keep true", "/finish_weight_update"
 Fleet = list[SleepingEngine]
