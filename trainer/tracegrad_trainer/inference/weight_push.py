@@ -22,8 +22,9 @@ from typing import Literal
 import torch
 
 from tracegrad.events import Json
-from tracegrad_trainer.inference.canary_push import CanaryEngine, CanaryPush
+from tracegrad_trainer.inference.canary_push import CanaryAdapter, CanaryEngine, CanaryPush
 from tracegrad_trainer.inference.control_routes import (
+    CandidateControl,
     ProxyControl,
     PushError,
     ServedWeights,
@@ -107,7 +108,7 @@ class WeightPusher:
         transport: Callable[[str, float], VllmControl] = VllmControl,
         keep_cache: bool = False,
         rolling: bool = False,
-        canary: CanaryEngine | None = None,
+        canary: CanaryEngine | CanaryAdapter | None = None,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -131,7 +132,11 @@ class WeightPusher:
             # One of several that hangs is waited for, and the others are put back.
             longest = HOLD_TTL_S + (timeout_s if len(urls) > 1 else 0)
             hold_ttl_s = HOLD_TTL_S if sleep else min(max(longest, timeout_s), LONGEST_HOLD_S)
-        engines = EngineGroup(urls, timeout_s, transport)
+        by_name = isinstance(canary, CanaryAdapter)
+        if by_name and (adapter is None or sleep):
+            raise ValueError("canary: only adapters have a name, on an engine that is awake")
+        beside = {canary[0]: CandidateControl(urls[0], timeout_s)} if canary and by_name else {}
+        engines = EngineGroup(urls, timeout_s, transport, beside)
         proxy = ProxyControl(proxy_url, timeout_s, key=proxy_key, hold_ttl_s=hold_ttl_s)
         halt: EngineStop = EnginePause(engines, proxy, drain_s)
         # From the first push on: an earlier run may have served other weights under these numbers.

@@ -43,21 +43,23 @@ class WeightRestore:
         wanted = dict.fromkeys(swap.engines.urls, served)
         apart: dict[str, int] = {}
         if canary is not None and canary.candidate is not None:
-            wanted[canary.engine.url] = canary.candidate
-            apart = {canary.engine.url: canary.candidate.version}
-        lacking = [url for url, one in wanted.items() if self._lacks(url, one)]
-        is_stale = swap.proxy.has_another(served.version, of_upstreams=apart)
-        if not lacking and not is_stale:
-            return False
+            # Behind an engine's own: as a name on it, it is lost with these.
+            wanted[canary.place] = canary.candidate
+            apart = {canary.place: canary.candidate.version}
+        lacking = [place for place, one in wanted.items() if self._lacks(place, one)]
         with swap.own_watch():
             swap.engines.ask_all()
-            for url in lacking:
-                with swap.only(url):
-                    swap.change(wanted[url], wanted[url])
+            for place in lacking:
+                with (canary or swap).only(place):
+                    swap.change(wanted[place], wanted[place])
+            # Behind these: to set all versions again while calls come would, for a moment, call a
+            # candidate's tokens those of what is promoted.
+            is_stale = swap.proxy.has_another(served.version, of_upstreams=apart)
             if is_stale:
                 self._tell_proxy(served, apart, canary)
-        self._says_versions = not any(self._lacks(url, one) for url, one in wanted.items())
-        return True
+        if lacking:
+            self._says_versions = not any(self._lacks(place, one) for place, one in wanted.items())
+        return bool(lacking) or is_stale
 
     def _tell_proxy(
         self, served: ServedWeights, apart: dict[str, int], canary: CanaryPush | None
@@ -65,13 +67,13 @@ class WeightRestore:
         """It was started again, and holds calls until then."""
         proxy = self._swap.proxy
         proxy.set_version(served.version)
-        for url, version in apart.items():
+        for place, version in apart.items():
             assert canary is not None
-            proxy.set_canary(*canary.engine)
-            with proxy.only(url):
+            with canary.only(place):
                 proxy.set_version(version)
+            canary.begin()
         proxy.release()
 
-    def _lacks(self, url: str, weights: ServedWeights) -> bool:
-        with self._swap.engines.only(url):
+    def _lacks(self, place: str, weights: ServedWeights) -> bool:
+        with self._swap.engines.only(place):
             return self._says_versions and self._swap.engines.serves(weights.version) is False

@@ -33,8 +33,8 @@ class WeightSwap:
     """`halt`: how the engines stand still. `connects`: their transport wants to be connected
     before a load; `stages`: they can make weights ready while they serve others.
 
-    What is asked goes to `engines.urls`; `only` narrows it to one. Each method raises PushError
-    (what was served before still is) or EngineLostError.
+    What is asked goes to `engines.urls`; `only` and `only_candidate` narrow it to one. Each method
+    raises PushError (what was served before still is) or EngineLostError.
     """
 
     def __init__(
@@ -56,6 +56,12 @@ class WeightSwap:
     def only(self, url: str) -> Iterator[None]:
         """Of one engine, which gets no calls while it stands still."""
         with self.engines.only(url), self.proxy.only(url):
+            yield
+
+    @contextmanager
+    def only_candidate(self, name: str) -> Iterator[None]:
+        """Of the candidate that has that name on an engine, which stands still as a whole."""
+        with self.engines.only(name), self.proxy.of_candidate(name):
             yield
 
     @contextmanager
