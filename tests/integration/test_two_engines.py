@@ -1,5 +1,6 @@
 """`trainer serve` with two engines that others started: rolling pushes, then a canary, while agents
-work. Each token is held against the weights of the version that it is recorded with."""
+work. Each token is held against the weights of the version that it is recorded with. And with one
+engine of its own, that serves a candidate as a second adapter."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.store import Decision, Store
 from tracegrad.store.read.versions import VersionHistory
 from tracegrad_trainer.config.vllm import VllmSettings
-from tracegrad_trainer.inference.control_routes import VllmControl
+from tracegrad_trainer.inference.control_routes import CandidateControl, VllmControl
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
@@ -34,6 +35,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 GAP = 1e-4  # nats
 SHARE = 0.5
+GATED: dict[str, object] = {"promotion.gate": "canary", "promotion.canary_share": SHARE}
 SLOW_S = 240.0  # for what takes seconds on an idle machine
 Pair = tuple[str | None, str | None]
 
@@ -63,20 +65,37 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         yield [process.url for process in processes]
 
 
-class WeightWatch:
-    """What both engines say that they serve, whenever that changes."""
+def of_engines(urls: list[str]) -> Callable[[], Pair]:
+    """Asks both what they serve."""
+    first, second = (VllmControl(url, SLOW_S) for url in urls)
+    return lambda: (first.weight_version_soon(), second.weight_version_soon())
 
-    def __init__(self, urls: list[str]) -> None:
-        self._controls = [VllmControl(url, SLOW_S) for url in urls]
+
+def of_names(url: str) -> Callable[[], Pair]:
+    """Asks one what its two adapters are."""
+    promoted, candidate = VllmControl(url, SLOW_S), CandidateControl(url, SLOW_S)
+
+    def look() -> Pair:
+        said = promoted.weight_version_soon()
+        return said, candidate.weight_version_soon() or said
+
+    return look
+
+
+class WeightWatch:
+    """What is said of what is promoted and of the candidate, whenever that changes."""
+
+    def __init__(self, look: Callable[[], Pair]) -> None:
+        self._ask = look
         self.seen: list[tuple[float, Pair]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def _look(self) -> None:
         while not self._over.wait(0.02):
-            first, second = (control.weight_version_soon() for control in self._controls)
-            if not self.seen or self.seen[-1][1] != (first, second):
-                self.seen.append((time.time(), (first, second)))
+            found = self._ask()
+            if not self.seen or self.seen[-1][1] != found:
+                self.seen.append((time.time(), found))
 
     @property
     def pairs(self) -> list[Pair]:
@@ -98,8 +117,6 @@ class WeightWatch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        for control in self._controls:
-            control.close()
 
 
 def history(run: TrainerServe) -> VersionHistory:
@@ -133,15 +150,13 @@ def test_two_engines_roll_and_try_candidates_while_agents_work(
         "push.rollout": "rolling",
         "promotion.keep": 1000,
     }
-    with trainer_serve(tmp_path / "state", settings) as run, WeightWatch(engines) as watch:
+    ask = of_engines(engines)
+    with trainer_serve(tmp_path / "state", settings) as run, WeightWatch(ask) as watch:
         run.wait_serving()
         loads = [rolled(run, watch)]
         stopped(run)
-    gated = {"promotion.gate": "canary", "promotion.canary_share": SHARE}
-    with (
-        trainer_serve(tmp_path / "state", {**settings, **gated}) as run,
-        WeightWatch(engines) as watch,
-    ):
+    settings |= GATED
+    with trainer_serve(tmp_path / "state", settings) as run, WeightWatch(ask) as watch:
         run.wait_serving()
         loads += [tried(run, watch, better=True), tried(run, watch, better=False)]
         stopped(run)
@@ -149,6 +164,17 @@ def test_two_engines_roll_and_try_candidates_while_agents_work(
     checked = check_tokens(run, model)
     assert sum(checked.values()) > 1000
     assert len(checked) > 4, "of many versions"
+
+
+@pytest.mark.slow
+def test_one_engine_tries_candidates_by_name_while_agents_work(model: Path, tmp_path: Path) -> None:
+    settings = {"model": model, "ranks": 1, "optim.lr": 1e-2, "fsdp.lora.rank": 4, **GATED}
+    with trainer_serve(tmp_path / "state", settings) as run:
+        run.wait_serving()
+        with WeightWatch(of_names(run.vllm_url)) as watch:
+            loads = [tried(run, watch, better=True), tried(run, watch, better=False)]
+        stopped(run)
+    assert missing_calls(run.store_url, [load.toys for load in loads]) == []
 
 
 def rolled(run: TrainerServe, watch: WeightWatch) -> GroupLoad:

@@ -336,7 +336,9 @@ class WeightPusher:
                 seconds = roll(swap, self._urls, new, self._served, verify)
             else:
                 seconds = swap.change(new, self._served, verify)
-        self._served = new
+        is_first, self._served = self.version < 0, new
+        if is_first:
+            swap.proxy.end_canary()  # of a run that was killed; all engines have the same now
         if self._canary is not None:
             self._canary.forget()
         swap.halt.keep_cache = self._keeps_cache

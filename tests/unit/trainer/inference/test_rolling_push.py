@@ -330,6 +330,20 @@ def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: Wei
     assert not canary.restore()
 
 
+def test_a_first_push_ends_the_canary_of_a_run_that_was_killed(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    fleet[0].canary = {"upstream": fleet[1].url, "share": 0.1}
+    fleet[0].all_may_be_held = True
+    urls = [engine.url for engine in fleet]
+    with WeightPusher(
+        urls, urls[0], version=-1, checkpoint=checkpoint, directory=tmp_path
+    ) as pusher:
+        pusher.push(1, weights(1.0))
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+    assert fleet[0].canary is None
+
+
 def test_a_canary_needs_an_engine_beside_it(fleet: Fleet, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="canary: one of several engines"):
         WeightPusher(fleet[0].url, checkpoint=checkpoint, canary=CanaryEngine(fleet[0].url, 0.1))
