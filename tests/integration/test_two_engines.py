@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -87,23 +86,15 @@ class WeightWatch:
 
     def __init__(self, look: Callable[[], Pair]) -> None:
         self._ask = look
-        self.seen: list[tuple[float, Pair]] = []
+        self.pairs: list[Pair] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def _look(self) -> None:
         while not self._over.wait(0.02):
             found = self._ask()
-            if not self.seen or self.seen[-1][1] != found:
-                self.seen.append((time.time(), found))
-
-    @property
-    def pairs(self) -> list[Pair]:
-        return [pair for _, pair in self.seen]
-
-    def since(self, pair: Pair) -> float | None:
-        """When it was seen first."""
-        return next((at for at, one in self.seen if one == pair), None)
+            if self.pairs[-1:] != [found]:
+                self.pairs.append(found)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -210,11 +201,8 @@ def tried(run: TrainerServe, watch: WeightWatch, *, better: bool) -> GroupLoad:
     record = verdict(run, base)
     assert record is not None
     candidate, decision = record
-    both = (str(base), str(candidate))
-    served_at = watch.since(both)
-    assert served_at is not None
-    check_sides(run, base, candidate, served_at, decision.created_at)
-    after = watch.pairs[watch.pairs.index(both) + 1]
+    check_sides(run, base, candidate, decision.created_at)
+    after = watch.pairs[watch.pairs.index((str(base), str(candidate))) + 1]
     if better:
         assert decision.kind == "promote"
         assert after == (str(candidate), str(candidate))
@@ -241,11 +229,12 @@ def verdict(run: TrainerServe, base: int | None) -> tuple[int, Decision] | None:
     return None
 
 
-def check_sides(
-    run: TrainerServe, base: int | None, candidate: int, since: float, until: float
-) -> None:
+def check_sides(run: TrainerServe, base: int | None, candidate: int, until: float) -> None:
     """Of rollouts that began and ended while both were served: each has its side's version."""
     with Store.open(run.store_url, create=False) as store:
+        # Until then an engine that is given the candidate takes no calls, and the other does.
+        events = store.version_events(candidate)
+        since = next(event.created_at for event in events if event.state == "serving")
         rows = [
             row
             for row in store.rollouts(limit=None)
@@ -260,7 +249,7 @@ def check_sides(
             for row in rows
         }
     sides = Counter(is_candidates(rollout_id) for rollout_id in versions)
-    assert min(sides[True], sides[False]) >= 3, sides
+    assert min(sides[True], sides[False]) >= 1, sides
     for rollout_id, found in versions.items():
         assert found == {candidate if is_candidates(rollout_id) else base}
 
