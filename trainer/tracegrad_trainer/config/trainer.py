@@ -421,12 +421,6 @@ class TrainerSettings(FileSettings):
                 "push.rollout = 'rolling': there is one engine, and nobody takes its calls"
                 " meanwhile; name further ones (push.engines, or vllm.urls), or leave it out"
             )
-        if tries and len(self.engine_urls) < 2:
-            raise ValueError(
-                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
-                " there is one engine; name a further one (push.engines, or vllm.urls), or set"
-                " promotion.gate = 'held_out'"
-            )
         if (rolls or tries) and self.push.kv_cache == "keep":
             name = "push.rollout = 'rolling'" if rolls else "promotion.gate = 'canary'"
             raise ValueError(
@@ -478,6 +472,26 @@ class TrainerSettings(FileSettings):
             changes = {"adapter": folder, "adapter_rank": self.fsdp.lora.rank}
         self.vllm = self.vllm.model_copy(update=changes)
         return self
+
+    @model_validator(mode="after")
+    def _candidates_have_a_place(self) -> Self:
+        by_name = self.promotion.gate == "canary" and len(self.engine_urls) < 2
+        if by_name and (reason := self._why_no_second_adapter()) is not None:
+            raise ValueError(
+                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
+                f" there is one engine, which serves no second adapter ({reason}); name a further"
+                " one (push.engines, or vllm.urls), train adapters ([fsdp.lora]), or set"
+                " promotion.gate = 'held_out'"
+            )
+        self.vllm = self.vllm.model_copy(update={"candidates": by_name})
+        return self
+
+    def _why_no_second_adapter(self) -> str | None:
+        if self.vllm.urls:
+            return "vllm.urls: others start it"
+        if self.gpus.share:
+            return "gpus.share: it sleeps while the ranks train"
+        return merged_reason(self)
 
     @model_validator(mode="after")
     def _proxy_is_ours(self) -> Self:
