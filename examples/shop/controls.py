@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from statistics import mean
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 # A control may differ by chance: so many standard errors of the difference are no rise.
@@ -83,17 +84,26 @@ def variants(
     ]
 
 
-def measure(variant: Variant, *, demo: str, steps: int, tasks: int) -> Measured:
-    """One run of the module `demo`. RuntimeError if it ended without a result."""
+def measure(variant: Variant, *, demo: str, steps: int, tasks: int, console: Console) -> Measured:
+    """One run of the module `demo`, whose progress a terminal shows. RuntimeError if it ended
+    without a result."""
     command = [sys.executable, "-m", demo, *variant.arguments]
     steps = steps if variant.steps is None else variant.steps
     command += ["--steps", str(steps), "--tasks", str(tasks)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.strip().splitlines()
+    last = ""
+    with (
+        console.status("begins") as status,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process,
+    ):
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip():
+                last = line.strip()
+                status.update(escape(last))
     try:
-        summary = json.loads(lines[-1])
-    except (IndexError, ValueError):
-        said = lines[-1] if lines else f"exit code {done.returncode}"
+        summary = json.loads(last)
+    except ValueError:
+        said = last or f"exit code {process.returncode}"
         raise RuntimeError(f"{variant.name}: the demo ended without a result: {said}") from None
     return Measured(
         variant,
@@ -121,7 +131,7 @@ def run(
     found = []
     for variant in chosen:
         console.print(f"{variant.name} ...")
-        found.append(measure(variant, demo=demo, steps=steps, tasks=tasks))
+        found.append(measure(variant, demo=demo, steps=steps, tasks=tasks, console=console))
     seeds = mean(measured.rise for measured in found if measured.variant.rises)
     wrong = []
     for measured in found:
