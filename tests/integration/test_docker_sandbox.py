@@ -256,6 +256,20 @@ async def test_a_snapshot_begins_where_the_other_one_was(
     assert len(api.images(quiet=True)) < before
 
 
+async def test_what_an_image_keeps_in_volumes_is_in_no_snapshot(
+    backend: DockerSandboxes, api: docker.APIClient, spec: SandboxSpec
+) -> None:
+    """Silently, attempts would begin in another state than the prefix's."""
+    made = api.create_container(spec.image, ["true"])["Id"]
+    image = api.commit(made, changes=["VOLUME /data"])["Id"]
+    api.remove_container(made)
+    sandbox = await backend.start(replace(spec, image=image))
+    with pytest.raises(BrokenEnvironment, match="VOLUME: what is written to /data"):
+        await sandbox.snapshot()
+    await backend.close()
+    api.remove_image(image)
+
+
 # What is reached
 
 
