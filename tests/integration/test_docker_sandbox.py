@@ -19,7 +19,7 @@ import pytest
 
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, serving
+from support.proxy.servers import EngineServer, eventually, serving
 from support.system import docker_engine
 from support.system.docker_engine import Engine
 from tracegrad.runner.agent_layer import AgentLayer
@@ -681,3 +681,20 @@ def test_tracegrad_run_has_each_attempt_in_a_container_of_its_own(
     rows = [row for row in proxy.store.rollouts(limit=None) if row.task_id == "contained"]
     assert [(row.outcome, row.reward) for row in rows] == [("completed", 1.0)] * 3
     assert api.containers(all=True) == []
+
+
+@pytest.mark.parametrize("warm", ["0", "2"])
+def test_an_interrupt_does_not_wait_for_an_image(
+    engine: Engine, proxy: ProxyWithEngine, api: docker.APIClient, tmp_path: Path, warm: str
+) -> None:
+    """And the engine gives up the build that nobody listens to."""
+    image = engine.image()
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nRUN sleep 100{warm}\n")
+    environ = {**os.environ, "TRACEGRAD_URL": proxy.url, "DOCKER_HOST": engine.url}
+    environ.pop("TRACEGRAD_API_KEY", None)
+    command = [sys.executable, "-m", "tracegrad", "run", "--build", ".", "--warm", warm]
+    with subprocess.Popen([*command, "--", "true"], cwd=tmp_path, env=environ) as running:
+        eventually(lambda: api.containers(), 60)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(120) == 130
+    eventually(lambda: api.containers(all=True) == [], 60)
