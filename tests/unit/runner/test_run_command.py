@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
-from support.runner.asking_agent import ASK
+from support.runner.asking_agent import ASK, SOURCE, TRACED
 from tracegrad.cli.app import app
 from tracegrad.store import RolloutSummary
 
@@ -83,6 +83,18 @@ def test_ends_are_outcomes(
     assert only.outcome == outcome
     assert why in result.stdout
     assert only.reward == (1.0 if outcome == "agent_error" else None)
+
+
+def test_what_an_agent_opens_itself_is_held_out_with_it(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent of @trace that is evaluated as a command."""
+    monkeypatch.setenv("ASK", SOURCE)
+    result = run("--eval", "--", *TRACED)
+    assert result.exit_code == 0, result.output
+    rows = rollouts(proxy, 2)
+    assert {(row.task_id == "its own", row.turns) for row in rows} == {(True, 1), (False, 0)}
+    assert {row.held_out for row in rows} == {True}
 
 
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:

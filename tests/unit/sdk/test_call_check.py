@@ -10,6 +10,7 @@ import pytest
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
+from support.system.log_lines import our_lines
 from tracegrad import call_check, exporter, rollout, trace
 from tracegrad.call_check import CallCheck, RewardedRollout
 
@@ -111,7 +112,7 @@ def test_words_of_another_proxy_say_nothing(
     check.watch(ended("unseen"))
     check.answered(answer)
     check.decide(check.due(hurry=True), answer)
-    assert ["(unseen)" in line for line in caplog.messages] == [True]
+    assert ["(unseen)" in line for line in our_lines(caplog)] == [True]
     assert check.due(hurry=True) == []
 
 
@@ -137,7 +138,7 @@ def test_each_function_is_warned_of_with_the_fix_that_fits(
         {"rollout_id": "id of c", "calls": 3},
     ]
     check.decide(check.due(hurry=True), json.dumps({"calls": counts}).encode())
-    first, second = caplog.messages
+    first, second = our_lines(caplog)
     assert "; 1 call came to the plain address http://proxy/v1 meanwhile" in first
     assert "environ=True where it reads OPENAI_BASE_URL" in first
     assert "(b) ended with a reward, and no LLM call to http://proxy was its own:" in second

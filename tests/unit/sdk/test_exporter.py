@@ -16,6 +16,7 @@ import pytest
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy, serve
+from support.system.log_lines import our_lines
 from tracegrad import exporter, transport
 from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted, Span
 from tracegrad.exporter import EventExporter
@@ -94,7 +95,7 @@ def test_rewards_that_are_of_no_use_are_said_once(
     for value in (1.0, 2.0):
         to.put(given(value))
         assert to.flush(5)
-    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+    assert [line.partition(";")[0] for line in our_lines(caplog)] == [
         "reward for rollout typo: the proxy knows no such rollout",
         "reward for rollout r came after step 7 had trained it: it is kept, and changes nothing",
         "reward for rollout s came after training took it: it is kept, and changes nothing",
@@ -473,7 +474,7 @@ def test_a_variable_that_nothing_reads_is_named_once(
         with tracegrad.rollout():
             pass
     said = "TRACEGRAD_{}: nothing reads this variable"
-    assert caplog.messages == [
+    assert our_lines(caplog) == [
         said.format("NOTHING_LIKE_IT"),
         said.format("PORXY_PORT") + "; did you mean TRACEGRAD_PROXY_PORT?",
         said.format("STOER") + "; did you mean TRACEGRAD_STORE?",

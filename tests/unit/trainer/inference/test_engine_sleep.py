@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from support.proxy.servers import eventually
+from support.system.log_lines import our_lines
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.gpus import GpuSettings
@@ -498,9 +499,8 @@ def test_a_sleep_that_frees_nothing_is_said(
         with caplog.at_level(logging.INFO, logger=publish.logger.name):
             caplog.clear()
             publisher._report_sleep(10 << 20)
-        assert (
-            caplog.messages[0] == f"vLLM sleeps: {after >> 20} MiB of the GPU are free, 10 before"
-        )
+        said = our_lines(caplog)[0]
+        assert said == f"vLLM sleeps: {after >> 20} MiB of the GPU are free, 10 before"
         assert ("--enable-sleep-mode" in caplog.text) == warned
 
 
