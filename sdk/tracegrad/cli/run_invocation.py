@@ -108,6 +108,7 @@ class RunInvocation:
             prepare=self.launcher,
             observer=progress,
             echo=sys.stderr.buffer.write if alone else None,
+            said=progress.say,
         ).run()
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
