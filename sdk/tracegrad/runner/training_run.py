@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from tracegrad import exporter
+from tracegrad.context import proxy_url
 from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView, read_intake
 from tracegrad.pass_at_k import mean_pass_at_k
@@ -411,7 +412,10 @@ class _TrainingRun:
             self._view = await asyncio.to_thread(read_intake)
         except ProxyUnreachable as error:
             if self._view is None:
-                raise
+                raise ProxyUnreachable(
+                    f"no proxy at {proxy_url()}: {error}; start `trainer serve` or `tracegrad"
+                    " proxy`, or set TRACEGRAD_URL"
+                ) from None
             log.warning("the policy version is not known: %s", error)
         return self._view
 
