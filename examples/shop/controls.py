@@ -167,7 +167,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make controls", description=__doc__)
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
-    seeds, steps, tasks, required = (1, 8, 150, 0.2) if short else (3, 32, 200, 0.4)
+    seeds, steps, tasks, required = (1, 10, 150, 0.2) if short else (3, 32, 200, 0.4)
     # Weights that do not change are pushed and examined all the same: two steps show it.
     still = 2 if short else None
     _, wrong = run(

@@ -219,9 +219,9 @@ def test_a_killed_command_leaves_nobody_behind_and_goes_on(
 ) -> None:
     """The program itself is killed, as a person would; its launcher and its ranks end with it."""
     urls = sqlite_urls(tmp_path)
-    expected = Scene(runs, model, tmp_path / "unkilled", next(urls), ranks=1, groups=60)
+    expected = Scene(runs, model, tmp_path / "unkilled", next(urls), ranks=1, groups=36)
     assert expected.run()
-    killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=60)
+    killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=36)
     first = subprocess.Popen(killed.command(), stdout=subprocess.DEVNULL, env=ONE_THREAD)
     family = ProcessTree(first.pid)
     eventually(lambda: len(made(killed.url)) >= 2, 120)

@@ -20,7 +20,7 @@ import pytest
 import tracegrad
 from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, serving
+from support.proxy.servers import EngineServer, eventually, serving
 from support.runner.anchored_agent import AnchoredAgent, call
 from support.runner.runner_proxy import runner_proxy
 from support.system import docker_engine
@@ -300,6 +300,20 @@ async def test_an_anchor_that_is_rolled_again_starts_from_its_containers_state(
         await pool.close()
     assert api.containers(all=True) == []
     assert len(api.images(quiet=True)) == images - 1
+
+
+async def test_what_an_image_keeps_in_volumes_is_in_no_snapshot(
+    backend: DockerSandboxes, api: docker.APIClient, spec: SandboxSpec
+) -> None:
+    """Silently, attempts would begin in another state than the prefix's."""
+    made = api.create_container(spec.image, ["true"])["Id"]
+    image = api.commit(made, changes=["VOLUME /data"])["Id"]
+    api.remove_container(made)
+    sandbox = await backend.start(replace(spec, image=image))
+    with pytest.raises(BrokenEnvironment, match="VOLUME: what is written to /data"):
+        await sandbox.snapshot()
+    await backend.close()
+    api.remove_image(image)
 
 
 # What is reached
@@ -713,3 +727,20 @@ def test_tracegrad_run_has_each_attempt_in_a_container_of_its_own(
     rows = [row for row in proxy.store.rollouts(limit=None) if row.task_id == "contained"]
     assert [(row.outcome, row.reward) for row in rows] == [("completed", 1.0)] * 3
     assert api.containers(all=True) == []
+
+
+@pytest.mark.parametrize("warm", ["0", "2"])
+def test_an_interrupt_does_not_wait_for_an_image(
+    engine: Engine, proxy: ProxyWithEngine, api: docker.APIClient, tmp_path: Path, warm: str
+) -> None:
+    """And the engine gives up the build that nobody listens to."""
+    image = engine.image()
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nRUN sleep 100{warm}\n")
+    environ = {**os.environ, "TRACEGRAD_URL": proxy.url, "DOCKER_HOST": engine.url}
+    environ.pop("TRACEGRAD_API_KEY", None)
+    command = [sys.executable, "-m", "tracegrad", "run", "--build", ".", "--warm", warm]
+    with subprocess.Popen([*command, "--", "true"], cwd=tmp_path, env=environ) as running:
+        eventually(lambda: api.containers(), 60)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(120) == 130
+    eventually(lambda: api.containers(all=True) == [], 60)

@@ -26,11 +26,13 @@ from tracegrad.runner.sandbox import (
     BrokenEnvironment,
     Sandbox,
     SandboxBackend,
+    SandboxError,
     SandboxSpec,
     SandboxUnavailable,
     Snapshot,
     SnapshotSandbox,
 )
+from tracegrad.serializer import error_line
 from tracegrad.transport import post_json
 
 # Carries out one reply of the model in the sandbox (a message as the agent has it in its
@@ -166,11 +168,20 @@ class AnchoredSandboxes:
             sandbox = await self._backend.start(start)
         try:
             for turn in turns[made:]:
-                _check(await self._act(sandbox, turn.reply), turn)
+                _check(await self._acted(sandbox, turn.reply), turn)
         except BaseException:
             await sandbox.close()
             raise
         return sandbox
+
+    async def _acted(self, sandbox: Sandbox, reply: Json) -> Sequence[Json]:
+        """Raises SandboxError: whatever fails here is no doing of the policy."""
+        try:
+            return await self._act(sandbox, reply)
+        except SandboxError:
+            raise
+        except Exception as error:
+            raise BrokenEnvironment(f"the replay failed: {error_line(error, _SHOWN)}") from error
 
     async def _drop_oldest(self) -> None:
         idle = [key for key, prefix in self._prefixes.items() if prefix.users == 0]

@@ -108,12 +108,16 @@ class DockerSandbox:
 
     async def snapshot(self) -> Snapshot:
         """As an image. Raises SandboxError."""
-        if self._spec.read_only:
-            raise BrokenEnvironment("read_only: what was written is in no image; leave it out")
+        engine = self._target.engine
         try:
-            made = await commit(
-                self._target.engine, self.container, self._image, self._snapshot_labels
-            )
+            found = await engine.call(engine.api.inspect_container, self.container)
+            if volumes := [each["Destination"] for each in found["Mounts"]]:
+                why = "read_only" if self._spec.read_only else "the image's VOLUME"
+                raise BrokenEnvironment(
+                    f"{why}: what is written to {', '.join(sorted(volumes))} is in no snapshot;"
+                    " leave it out"
+                )
+            made = await commit(engine, self.container, self._image, self._snapshot_labels)
         except APIError as error:
             raise SandboxUnavailable(f"no snapshot: {explanation(error)}") from None
         spec = replace(

@@ -168,10 +168,17 @@ async def test_another_state_than_the_demonstrations_is_the_environments_doing(
 
     with pytest.raises(SandboxUnavailable):
         await roll(AnchoredSandboxes(backend, lost), agent)
+
+    async def fails(sandbox: Sandbox, reply: Any) -> Any:
+        raise KeyError("tool_calls")
+
+    with pytest.raises(BrokenEnvironment, match="the replay failed: KeyError"):
+        await roll(AnchoredSandboxes(backend, fails), agent)
     await asyncio.to_thread(tracegrad.flush)
     rows = proxy.store.rollouts(limit=None)
     assert sorted((str(row.outcome), row.reward) for row in rows) == [
         ("completed", 1.0),
+        ("env_error", None),
         ("env_error", None),
         ("infra_error", None),
     ]

@@ -48,7 +48,7 @@ def test_an_older_proxy_leaves_it_to_what_the_process_saw(
         pass  # nothing was scored
     solve()
     solve()
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     [said] = [r.getMessage() for r in caplog.records if "no LLM call" in r.message]
     assert f"base URL {proxy.url}/v1" in said
     assert "(solve)" in said
@@ -62,7 +62,7 @@ def test_what_has_calls_is_not_asked_for(
         proxy.answer = json.dumps(
             {"accepted": 3, "calls": [{"rollout_id": r.id, "calls": 2}]}
         ).encode()
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert asked(proxy) == []
     assert "no LLM call" not in caplog.text
 
@@ -73,7 +73,7 @@ def test_a_proxy_that_is_away_is_asked_when_it_is_back(
     proxy.statuses["/api/events"] = [503, 503, 503]
     with rollout(name="solve") as r:
         r.reward(1.0)
-    assert tracegrad.flush(20)
+    assert tracegrad.flush(60)
     assert asked(proxy) == [[r.id]]
     assert "no LLM call" in caplog.text
 
@@ -83,10 +83,10 @@ def test_one_that_does_not_answer_the_question_alone_is_asked_again(
 ) -> None:
     exporter.exporter(proxy.url).calls.watch(ended("solve"))
     proxy.mode = 503
-    assert tracegrad.flush(5), "nothing is on its way: a question holds nobody up"
+    assert tracegrad.flush(60), "nothing is on its way: a question holds nobody up"
     assert "no LLM call" not in caplog.text
     proxy.mode = "ok"
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert "no LLM call" in caplog.text
 
 
@@ -96,7 +96,7 @@ def test_a_proxy_that_refuses_the_question_is_an_older_one(
     proxy.refuse = "calls_of"
     with rollout(name="solve") as r:
         r.reward(1.0)
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert "no LLM call" in caplog.text
 
 
