@@ -11,6 +11,8 @@ from typing import BinaryIO, cast
 
 log = logging.getLogger("tracegrad")
 
+# A folder of this name is nobody's but ours; any other may have been shared for a reason.
+STATE_FOLDER = ".tracegrad"
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 _OTHERS = 0o077
 

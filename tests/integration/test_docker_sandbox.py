@@ -7,20 +7,26 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import docker
 import pytest
 
-from support.engines.mock_engine import MockEngine
+import tracegrad
+from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, serving
+from support.proxy.servers import EngineServer, eventually, serving
+from support.runner.anchored_agent import AnchoredAgent, call
+from support.runner.runner_proxy import runner_proxy
 from support.system import docker_engine
 from support.system.docker_engine import Engine
 from tracegrad.runner.agent_layer import AgentLayer
+from tracegrad.runner.anchored_sandboxes import AnchoredSandboxes
 from tracegrad.runner.docker_backend import DockerSandboxes, DockerSettings
 from tracegrad.runner.docker_sandbox import DockerSandbox
 from tracegrad.runner.outcomes import ProcessEnd
@@ -33,6 +39,7 @@ from tracegrad.runner.sandbox import (
 from tracegrad.runner.sandbox_owner import OWNER_LABEL
 from tracegrad.runner.warm_pool import WarmPool
 from tracegrad.store import Store
+from tracegrad.store.anchors.schedule import AnchorSettings
 
 pytestmark = pytest.mark.docker
 
@@ -244,14 +251,69 @@ async def test_a_snapshot_begins_where_the_other_one_was(
     await run(first, "echo turn 1 > log", tmp_path)
     prefix = await first.snapshot()
     await run(first, "echo turn 2 >> log", tmp_path)
-    for _ in range(2):
-        again = await backend.start(prefix)
+    made = [await backend.start(prefix.spec) for _ in range(2)]
+    for again in made:
         assert (await run(again, "cat log; pwd; id -u; echo other >> log", tmp_path))[1] == (
             "turn 1\n/work\n1000\n"
         )
+    await prefix.remove()  # once nothing is made of it any more
+    assert prefix.spec.image in api.images(quiet=True)
+    for again in made:
+        await again.close()
+    assert prefix.spec.image not in api.images(quiet=True)
+    await (await backend.start(spec)).snapshot()
     before = len(api.images(quiet=True))
     await backend.close()
     assert len(api.images(quiet=True)) < before
+
+
+async def test_an_anchor_that_is_rolled_again_starts_from_its_containers_state(
+    engine: Engine,
+    api: docker.APIClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the warm pool, as a run has it: its next container is of the snapshot, too."""
+    settings = AnchorSettings(window=1, group_size=1)
+    agent, spec = AnchoredAgent(), SandboxSpec(image=engine.image(), workdir="/work")
+    with runner_proxy(tmp_path, monkeypatch, anchors=settings) as proxy:
+        pool = WarmPool(backend_of(engine, tmp_path, proxy.url), size=1, total=2)
+        sandboxes = AnchoredSandboxes(pool, agent.act)
+
+        async def roll(reward: float, *replies: Answer) -> int:
+            proxy.engine.replies += replies
+            async with sandboxes.rollout("fix", spec) as one:
+                await agent.solve(one, "fix it")
+                one.rollout.reward(reward)
+            await asyncio.to_thread(tracegrad.flush)
+            return one.anchor
+
+        prefix = ["echo 1 > log; echo 1 > /etc/outside", "cat log; echo 2 >> log"]
+        assert await roll(1.0, *map(call, prefix)) == 0
+        agent.ran.clear()
+        look = "cat log /etc/outside; rm log"
+        assert [await roll(0.0, call(look)) for _ in range(2)] == [2, 2]
+        assert agent.ran == [*prefix, look, look], "replayed once"
+        seen = [said["messages"][-1]["content"] for said in proxy.engine.requests[-4:]]
+        assert seen == [seen[0], "0 1\n2\n1\n"] * 2
+        images = len(api.images(quiet=True))
+        await pool.close()
+    assert api.containers(all=True) == []
+    assert len(api.images(quiet=True)) == images - 1
+
+
+async def test_what_an_image_keeps_in_volumes_is_in_no_snapshot(
+    backend: DockerSandboxes, api: docker.APIClient, spec: SandboxSpec
+) -> None:
+    """Silently, attempts would begin in another state than the prefix's."""
+    made = api.create_container(spec.image, ["true"])["Id"]
+    image = api.commit(made, changes=["VOLUME /data"])["Id"]
+    api.remove_container(made)
+    sandbox = await backend.start(replace(spec, image=image))
+    with pytest.raises(BrokenEnvironment, match="VOLUME: what is written to /data"):
+        await sandbox.snapshot()
+    await backend.close()
+    api.remove_image(image)
 
 
 # What is reached
@@ -534,6 +596,31 @@ async def test_what_a_program_prints_is_not_the_engines_word(
     assert (end.exit_code, end.error) == (126, None)
 
 
+async def test_output_that_comes_with_the_answers_head_is_kept(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where this process is busy, a short command has ended before its answer's head is read."""
+    sandbox = await backend.start(spec)
+    getresponse = HTTPConnection.getresponse
+
+    def late(self: HTTPConnection) -> HTTPResponse:
+        time.sleep(0.5)
+        return getresponse(self)
+
+    monkeypatch.setattr(HTTPConnection, "getresponse", late)
+    end, said = await run(sandbox, "echo first; echo 0.5", tmp_path)
+    assert (said, end.last_line) == ("first\n0.5\n", "0.5")
+
+
+async def test_a_full_disk_is_the_machines_doing_and_holds_nobody_up(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path
+) -> None:
+    sandbox = await backend.start(spec)
+    (tmp_path / "output").symlink_to("/dev/full")
+    with pytest.raises(SandboxUnavailable, match="could not be kept: No space"):
+        await run(sandbox, "head -c 3000000 /dev/zero", tmp_path)
+
+
 async def test_a_start_that_is_given_up_leaves_nothing(
     engine: Engine, api: docker.APIClient, spec: SandboxSpec, tmp_path: Path
 ) -> None:
@@ -640,3 +727,20 @@ def test_tracegrad_run_has_each_attempt_in_a_container_of_its_own(
     rows = [row for row in proxy.store.rollouts(limit=None) if row.task_id == "contained"]
     assert [(row.outcome, row.reward) for row in rows] == [("completed", 1.0)] * 3
     assert api.containers(all=True) == []
+
+
+@pytest.mark.parametrize("warm", ["0", "2"])
+def test_an_interrupt_does_not_wait_for_an_image(
+    engine: Engine, proxy: ProxyWithEngine, api: docker.APIClient, tmp_path: Path, warm: str
+) -> None:
+    """And the engine gives up the build that nobody listens to."""
+    image = engine.image()
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nRUN sleep 100{warm}\n")
+    environ = {**os.environ, "TRACEGRAD_URL": proxy.url, "DOCKER_HOST": engine.url}
+    environ.pop("TRACEGRAD_API_KEY", None)
+    command = [sys.executable, "-m", "tracegrad", "run", "--build", ".", "--warm", warm]
+    with subprocess.Popen([*command, "--", "true"], cwd=tmp_path, env=environ) as running:
+        eventually(lambda: api.containers(), 60)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(120) == 130
+    eventually(lambda: api.containers(all=True) == [], 60)

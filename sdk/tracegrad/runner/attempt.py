@@ -7,7 +7,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH, IMAGE_TAG, REWARD_SPAN, SANDBOX_SPAN
+from tracegrad.runner.cancellation import cancelled, to_its_end
 from tracegrad.runner.outcomes import Classified, ProcessEnd, classify
 from tracegrad.runner.reward import RewardFailed, read_reward, reward_line
 from tracegrad.runner.sandbox import (
@@ -146,7 +147,7 @@ class _Attempt:
             self._observer.finished(made)
         finally:
             if self._sandbox is not None:
-                await _to_its_end(self._stop(self._sandbox))
+                await to_its_end(self._stop(self._sandbox))
         return made
 
     async def _stages(self) -> Classified:
@@ -178,22 +179,23 @@ class _Attempt:
     async def _start(self) -> Sandbox:
         """Raises SandboxError."""
         timeout_s = self._settings.timeouts.start_s
-        came = False
         with SpanScope(SANDBOX_SPAN, self._opened.url):
             async with self._queued(self._settings.limits.start()):
                 try:
                     with self._timed("sandbox"):
                         async with asyncio.timeout(timeout_s):
                             found = await self._settings.backend.start(self._task.sandbox)
-                    came = True
-                    return found
-                except TimeoutError:
-                    raise SandboxUnavailable(f"did not start in {timeout_s:g} s") from None
                 except BrokenEnvironment:
-                    came = True  # the machine did its part
+                    self._observer.sandbox_tried(True)  # the machine did its part
                     raise
-                finally:
-                    self._observer.sandbox_tried(came)
+                except TimeoutError:
+                    self._observer.sandbox_tried(False)
+                    raise SandboxUnavailable(f"did not start in {timeout_s:g} s") from None
+                except Exception:  # a cancellation says nothing of the machine
+                    self._observer.sandbox_tried(False)
+                    raise
+                self._observer.sandbox_tried(True)
+                return found
 
     async def _run_and_score(self, sandbox: Sandbox) -> Classified:
         async with self._queued(self._settings.limits.agent()):
@@ -238,7 +240,7 @@ class _Attempt:
                 return await running
             return await life.watch(running, silent_s)
         finally:
-            await _cancelled(running)
+            await cancelled(running)
 
     async def _score(self, sandbox: Sandbox, end: ProcessEnd) -> float:
         """Raises RewardFailed, SandboxError."""
@@ -357,26 +359,8 @@ class _SignsOfLife:
                 self._calls = calls or self._calls
                 self._last = time.monotonic()
             elif not running.done():
-                await _cancelled(running)
+                await cancelled(running)
                 return ProcessEnd(None, time.monotonic() - self._began, silent_s=silent_s)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Also where a cancellation comes, which is raised afterwards."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
-
-
-async def _cancelled(running: asyncio.Task[ProcessEnd]) -> None:
-    """Until it has ended what it runs."""
-    running.cancel()
-    await asyncio.wait({running})
-    if not running.cancelled():
-        running.exception()  # whoever awaited it has it
 
 
 async def _upload(sandbox: Sandbox, source: Path, target: str) -> None:

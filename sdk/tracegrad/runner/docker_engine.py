@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import docker
 import docker.utils
@@ -60,6 +62,28 @@ class DockerEngine:
         SandboxUnavailable where the engine does not answer."""
         work = partial(_answered, partial(function, *args, **named))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def call_long(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """As `call`, of what may take minutes. After a cancellation nobody waits for it, not even
+        at the process's end: the engine gives up what nobody listens to."""
+        work = partial(_answered, partial(function, *args, **named))
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def answered(settle: Callable[[Any], None], value: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: None if answer.done() else settle(value))
+
+        def run() -> None:
+            try:
+                found = work()
+            except Exception as error:
+                answered(answer.set_exception, error)
+            else:
+                answered(answer.set_result, found)
+
+        threading.Thread(target=run, name="tracegrad-docker-long", daemon=True).start()
+        return await answer
 
     def close(self) -> None:
         self._threads.shutdown(wait=False)

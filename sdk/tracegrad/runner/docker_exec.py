@@ -5,27 +5,29 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from docker.errors import APIError
-from docker.utils.socket import SocketError, frames_iter_no_tty
 
 from tracegrad.private_files import open_private
+from tracegrad.runner.cancellation import to_its_end
 from tracegrad.runner.container_processes import ContainerProcesses
 from tracegrad.runner.docker_engine import DockerEngine, explanation
 from tracegrad.runner.docker_events import ContainerWatch
 from tracegrad.runner.outcomes import ProcessEnd
-from tracegrad.runner.output_capture import OutputCapture
+from tracegrad.runner.output_capture import CHUNK, OutputCapture
 from tracegrad.runner.sandbox import SandboxError, SandboxUnavailable
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL, and for the last of the output
 _ASK_S = 30.0  # the engine is asked so often whether the command runs: an event may be lost
 _KILLED = 137  # 128 + SIGKILL
 _NOT_STARTED = (126, 127)
+_FRAME_HEAD = 8  # bytes: which stream, three zeros, the frame's length
 # In what the engine says of a command that it could not start: the image's own fault.
 _NOT_THERE = ("executable file not found", "no such file or directory", "permission denied",
               "exec format error", "not a directory")  # fmt: skip
@@ -62,8 +64,7 @@ async def run_in_container(
             exec_id, raw = await asyncio.shield(starting)
         except asyncio.CancelledError:
             with suppress(SandboxError, APIError):
-                exec_id, raw = await starting
-                await _end(target, exec_id, _OutputReader(raw, capture))
+                await to_its_end(_end_start(target, starting, capture))
             raise
         except APIError as error:
             return _not_started(command, explanation(error))
@@ -76,10 +77,11 @@ async def run_in_container(
             timed_out = True
         except asyncio.CancelledError:
             with suppress(SandboxError):
-                await asyncio.shield(_end(target, exec_id, reader))
+                await to_its_end(_end(target, exec_id, reader))
             raise
-        await asyncio.shield(_end(target, exec_id, reader))
+        await to_its_end(_end(target, exec_id, reader))
     seconds, last_line = time.monotonic() - began, capture.last_line()
+    capture.check()
     if timed_out:
         return ProcessEnd(None, seconds, timed_out=True, last_line=last_line)
     if target.watch.died.is_set():
@@ -128,6 +130,14 @@ async def _ended(target: ExecTarget, exec_id: str, reader: _OutputReader) -> Non
     finally:
         for each in signs:
             each.cancel()
+
+
+async def _end_start(
+    target: ExecTarget, starting: asyncio.Task[tuple[str, Any]], capture: OutputCapture
+) -> None:
+    """A thread that starts a command is not to be stopped."""
+    exec_id, raw = await starting
+    await _end(target, exec_id, _OutputReader(raw, capture))
 
 
 async def _end(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:
@@ -201,10 +211,10 @@ class _OutputReader:
 
     def _read(self) -> None:
         try:
-            for _stream, some in frames_iter_no_tty(self._raw):
-                assert isinstance(some, bytes), "a socket gives bytes"
+            _socket(self._raw).settimeout(None)  # a command may print nothing for hours
+            for some in _frames(_buffered(self._raw)):
                 self._capture.take(some)
-        except (OSError, SocketError, ValueError):
+        except (OSError, ValueError):
             pass  # closed by us, or lost: the engine says how the command ended
         finally:
             with suppress(RuntimeError):  # the loop is closed
@@ -217,6 +227,22 @@ class _OutputReader:
         with suppress(OSError):
             self._raw.close()
         self._thread.join(GRACE_S)
+
+
+def _frames(file: BufferedReader) -> Iterator[bytes]:
+    """What the frames of both streams hold."""
+    while len(head := file.read(_FRAME_HEAD)) == _FRAME_HEAD:
+        left = int.from_bytes(head[4:])
+        while left and (some := file.read1(min(left, CHUNK))):
+            left -= len(some)
+            yield some
+
+
+def _buffered(raw: Any) -> BufferedReader:
+    """`exec_start` gives what lies below the buffer from which the answer's head was read, and
+    whoever is late to read that has the first of the output in the buffer, too."""
+    found: BufferedReader = raw._response.raw._fp.fp
+    return found
 
 
 def _socket(raw: Any) -> Any:

@@ -23,12 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tracegrad.private_files import open_private
+from tracegrad.runner.cancellation import to_its_end
 from tracegrad.runner.outcomes import ProcessEnd
 from tracegrad.runner.output_capture import CHUNK, OutputCapture
 from tracegrad.runner.sandbox import SandboxUnavailable
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL
 _LOOK_AGAIN_S = 0.02
+_LOOKS = 3
 _PR_SET_PDEATHSIG = 1
 # What is wrong with a command itself. Whatever else the system refuses is the machine's lack.
 _OF_THE_COMMAND = {
@@ -80,7 +82,7 @@ async def run_process(
     A cancellation ends it and is raised.
 
     Raises:
-        SandboxUnavailable: this machine has no process, memory or file left for it.
+        SandboxUnavailable: this machine has no process, memory, file or disk left for it.
     """
     began = time.monotonic()
     with open_private(output, "wb") as file:
@@ -99,8 +101,8 @@ async def run_process(
             return ProcessEnd(None, 0.0, error=said)
         finally:
             os.close(theirs)
-            if process is None:
-                await _until_read(reader)
+            if process is None:  # it may have begun, where a cancellation came: asyncio kills it
+                await to_its_end(_end_started(marker, reader))
         timed_out = False
         try:
             async with asyncio.timeout(timeout_s):
@@ -108,9 +110,9 @@ async def run_process(
         except TimeoutError:
             timed_out = True
         finally:
-            await asyncio.shield(_end(process, marker))
-            await _until_read(reader)
+            await to_its_end(_end(process, marker, reader))
     seconds = time.monotonic() - began
+    capture.check()
     code = None if timed_out else process.returncode
     return ProcessEnd(code, seconds, timed_out=timed_out, last_line=capture.last_line())
 
@@ -167,8 +169,10 @@ async def _until_read(reader: asyncio.Task[None]) -> None:
         await asyncio.wait_for(reader, GRACE_S)
 
 
-async def _end(process: asyncio.subprocess.Process, marker: str) -> None:
-    """Of the command and all that it started."""
+async def _end(
+    process: asyncio.subprocess.Process, marker: str, reader: asyncio.Task[None]
+) -> None:
+    """Of the command, all that it started, and its output."""
     if process.returncode is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
@@ -177,24 +181,34 @@ async def _end(process: asyncio.subprocess.Process, marker: str) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+    await _end_started(marker, reader)
+
+
+async def _end_started(marker: str, reader: asyncio.Task[None]) -> None:
     await asyncio.to_thread(end_marked, marker)
+    await _until_read(reader)
 
 
 def end_marked(marker: str) -> None:
-    """Until none is left: one may have been forked while the others were killed."""
+    """Until none is seen in several looks: one that is forked, or begins its program, just while it
+    is looked at is not seen."""
     deadline = time.monotonic() + GRACE_S
-    while kill_marked(marker) and time.monotonic() < deadline:
-        time.sleep(_LOOK_AGAIN_S)
+    unseen = 0
+    while unseen < _LOOKS and time.monotonic() < deadline:
+        if kill_marked(marker):
+            unseen = 0
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            unseen += 1
 
 
 def kill_marked(marker: str) -> int:
     """SIGKILL to every process of ours with `marker` in its environment; how many there were."""
     killed = 0
-    sought = marker.encode()
-    for entry in Path("/proc").glob("[0-9]*/environ"):
-        pid = int(entry.parent.name)
-        with suppress(OSError):
-            if pid != os.getpid() and sought in entry.read_bytes():
+    sought, own = marker.encode(), os.getpid()
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+        with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as environ:
+            if pid != own and sought in environ.read():
                 os.kill(pid, signal.SIGKILL)
                 killed += 1
     return killed

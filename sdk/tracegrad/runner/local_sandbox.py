@@ -17,6 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tracegrad.client_environ import set_variables
+from tracegrad.private_files import FOLDER_MODE, STATE_FOLDER
+from tracegrad.runner.cancellation import to_its_end
 from tracegrad.runner.local_process import Rlimits, run_process
 from tracegrad.runner.outcomes import ProcessEnd
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxSpec, SandboxUnavailable
@@ -57,6 +59,9 @@ class LocalSandbox:
         marker: str,
         echo: Callable[[bytes], object] | None = None,
     ) -> ProcessEnd:
+        if self._remove is not None:
+            with suppress(OSError):  # an agent may have removed it, and is scored all the same
+                self._folder.mkdir(parents=True, exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if name != _ADMIN_KEY}
         set_variables(inherited, environ)
         return await run_process(
@@ -82,7 +87,7 @@ class LocalSandbox:
 
     async def close(self) -> None:
         if self._remove is not None:
-            await asyncio.to_thread(shutil.rmtree, self._remove, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, self._remove)
 
     def _inside(self, path: str) -> Path:
         found = self._folder / path
@@ -118,15 +123,20 @@ class LocalSandboxes:
         limits = Rlimits(memory_mb=spec.memory_mb)
         if spec.workspace is None and self._shared is not None:
             return LocalSandbox(self._shared, limits=limits, remove=None)
+        making = asyncio.create_task(asyncio.to_thread(self._make, spec.workspace, limits))
         try:
-            return await asyncio.to_thread(self._make, spec.workspace, limits)
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # A thread that copies is not to be stopped: it would make again what is removed.
+            await to_its_end(_removed(making))
+            raise
         except (OSError, shutil.Error) as error:
             raise SandboxUnavailable(f"no folder for the attempt: {error}") from None
 
     async def close(self) -> None:
         """Of all that it made."""
         if self._root is not None:
-            await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+            await asyncio.to_thread(remove_tree, self._root)
         if self._lock is not None:
             os.close(self._lock)
         self._root = self._lock = None
@@ -137,7 +147,7 @@ class LocalSandboxes:
         if workspace is None:
             folder.mkdir()
         else:
-            shutil.copytree(workspace, folder, symlinks=True)
+            shutil.copytree(workspace, folder, symlinks=True, ignore=_state_of(workspace))
         return LocalSandbox(folder, limits=limits, remove=made)
 
     def _own_root(self) -> Path:
@@ -147,12 +157,28 @@ class LocalSandboxes:
             return self._root
 
 
+def _state_of(workspace: Path) -> Callable[[str, list[str]], list[str]]:
+    """What this machine's programs keep in it, which is no agent's: traces, and runs like this."""
+    top = os.fspath(workspace)
+    return lambda folder, names: [STATE_FOLDER] if folder == top else []
+
+
+async def _removed(making: asyncio.Task[LocalSandbox]) -> None:
+    with suppress(OSError, shutil.Error):
+        await (await making).close()
+
+
 def own_root() -> tuple[Path, int]:
     """A folder that is removed by a later call, in whichever process, once the file descriptor is
     closed. Removes others' that are."""
     remove_abandoned(Path(tempfile.gettempdir()))
-    root = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    return root, _locked(root)
+    while True:
+        root = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        with suppress(BlockingIOError):  # another one takes it for abandoned
+            lock = _locked(root)
+            if (root / _LOCK).exists():
+                return root, lock
+            os.close(lock)  # it was faster
 
 
 def remove_abandoned(temp: Path) -> int:
@@ -165,10 +191,23 @@ def remove_abandoned(temp: Path) -> int:
             if not (mine and (root / _LOCK).exists()):
                 continue
             lock = _locked(root)
-            shutil.rmtree(root, ignore_errors=True)
+            remove_tree(root)
             os.close(lock)
             removed += 1
     return removed
+
+
+def remove_tree(folder: Path) -> None:
+    """Folders that an agent has closed to itself, too, as package caches are."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        return
+    for each, names, _ in os.walk(folder):
+        for path in (os.path.join(each, name) for name in names):
+            if not os.path.islink(path):
+                with suppress(OSError):
+                    os.chmod(path, FOLDER_MODE)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(root: Path) -> int:

@@ -14,6 +14,7 @@ from tracegrad.runner.task import RewardSource, Task
 
 _MAX_FILE = 1 << 20  # bytes
 _SUFFIXES = (".txt", ".json")
+_NOT_CLEARED = 125  # as of `env` and `timeout`: it is not the command that failed
 
 
 class RewardFailed(Exception):
@@ -30,7 +31,7 @@ def reward_line(task: Task) -> str:
     files = [task.reward_file + suffix for suffix in _SUFFIXES]
     folder = str(PurePosixPath(task.reward_file).parent)
     removed = f"rm -rf -- {shlex.join(files)} && mkdir -p -- {shlex.quote(folder)}"
-    return f"{removed} || exit 125\n{task.reward}"
+    return f"{removed} || exit {_NOT_CLEARED}\n{task.reward}"
 
 
 async def read_reward(task: Task, said: ProcessEnd, sandbox: Sandbox, logs: Path) -> float:
@@ -39,6 +40,8 @@ async def read_reward(task: Task, said: ProcessEnd, sandbox: Sandbox, logs: Path
         return printed_reward(said, task.reward_source)
     if said.exit_code is None:
         raise RewardFailed(f"the command {said.describe()}")
+    if said.exit_code == _NOT_CLEARED:  # an agent may close the folder to itself: not its number
+        raise RewardFailed(f"its file could not be cleared before: {said.last_line}")
     assert task.reward_file is not None
     for suffix in _SUFFIXES:
         kept = logs / f"reward{suffix}"

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from tracegrad.private_files import STATE_FOLDER
+
 MAX_DOWNLOAD = 1 << 30  # bytes
 MAX_MEMBERS = 100_000
 _FOLDER_MODE, _FILE_MODE = 0o755, 0o644
@@ -42,15 +44,22 @@ def pack(
     owner: FileOwner,
     folders: Iterable[str] = (),
 ) -> None:
-    """Writes a tar with `source` as `name`, behind its `folders`. Raises OSError."""
+    """Writes a tar with `source` as `name`, behind its `folders`. What this machine's programs keep
+    in it (traces, runs) is left out. Raises OSError."""
+    beside = name in ("", ".")
+    state = STATE_FOLDER if beside else f"{name}/{STATE_FOLDER}"
+
+    def claimed(member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        return None if member.name == state else owner.claim(member)
+
     with tarfile.open(fileobj=file, mode="w") as archive:
         for each in folders:
             archive.addfile(owner.claim(_folder(each)))
-        if name in ("", "."):  # what is in it, beside what is there
+        if beside:  # what is in it, beside what is there
             for entry in sorted(source.iterdir()):
-                archive.add(entry, entry.name, filter=owner.claim)
+                archive.add(entry, entry.name, filter=claimed)
         else:
-            archive.add(source, name, filter=owner.claim)
+            archive.add(source, name, filter=claimed)
     file.seek(0)
 
 

@@ -7,11 +7,13 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import operator
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -23,8 +25,10 @@ from tracegrad.intake_client import IntakeView, read_intake
 from tracegrad.pass_at_k import mean_pass_at_k
 from tracegrad.runner.attempt import Attempt, AttemptObserver
 from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
-from tracegrad.runner.function_attempt import Agent, FunctionSettings, Reward, run_function
+from tracegrad.runner.function_attempt import FunctionSettings, Reward, run_function
+from tracegrad.runner.function_call import Agent, FunctionCall, FunctionCaller, ThreadCaller
 from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
+from tracegrad.runner.ray_functions import RayFunctions
 from tracegrad.runner.run_record import RunHeader, RunRecord, new_run_folder
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
@@ -114,6 +118,8 @@ class TrainingSettings:
     task_id: Callable[[Any], str] | None = None
     folder: Path | str | None = None
     resume: Path | str | None = None
+    ray: str | None = None
+    ray_resources: Mapping[str, float] = field(default_factory=dict)
     said: Callable[[str], object] = print
 
     def __post_init__(self) -> None:
@@ -138,6 +144,11 @@ class TrainingSettings:
                 raise ValueError(f"{name}: needs evaluations meanwhile; give eval_every=")
         if self.resume is not None and self.folder is not None:
             raise ValueError("folder: resume names it already")
+        if self.ray_resources and self.ray is None:
+            raise ValueError("ray_resources: there is no ray; give the cluster's address")
+        for name, amount in self.ray_resources.items():
+            if not 0 <= amount < math.inf:
+                raise ValueError(f"ray_resources: {name} = {amount} is not an amount")
 
 
 def _is_count(value: Any, least: int) -> bool:
@@ -182,6 +193,8 @@ class RunOptions(TypedDict, total=False):
     task_id: Callable[[Any], str] | None
     folder: Path | str | None
     resume: Path | str | None
+    ray: str | None
+    ray_resources: Mapping[str, float]
     said: Callable[[str], object]
 
 
@@ -222,6 +235,9 @@ def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
         task_id: of a task; None: as said at `train`.
         folder: for the record and the picture; None: `.tracegrad/run/TIME`.
         resume: a folder of a run that was interrupted: what it has ended is not made again.
+        ray: the address of a Ray cluster, of which this machine is a host: auto, or host:port. The
+            agent is called on its hosts, in processes of their own, and `reward` here.
+        ray_resources: of each call by Ray's names; None said: CPU 1.
         said: gets lines about the run's progress.
 
     Raises:
@@ -242,32 +258,56 @@ async def run_async(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
     settings = TrainingSettings(**options)
     if not callable(agent):
         raise ValueError(f"agent: {agent!r:.60} is no function")
-    threads = ThreadPoolExecutor(settings.concurrency, "tracegrad-agent")
+    function = FunctionCall(
+        agent=agent, timeout_s=settings.timeout_s, infra_errors=settings.infra_errors
+    )
+    async with _caller(function, settings) as caller:
+        return await _TrainingRun(_name(agent), caller, settings).run()
+
+
+def _name(agent: Agent) -> str:
+    return str(getattr(agent, "__name__", type(agent).__name__))
+
+
+@asynccontextmanager
+async def _caller(
+    function: FunctionCall, settings: TrainingSettings
+) -> AsyncIterator[FunctionCaller]:
+    """Raises ValueError: as of `RayFunctions`."""
+    if settings.ray is None:
+        threads = ThreadPoolExecutor(settings.concurrency, "tracegrad-agent")
+        try:
+            yield ThreadCaller(function, threads)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # an agent that was cut may run on
+        return
+    hosts = RayFunctions(function, settings.ray, settings.ray_resources)
     try:
-        return await _TrainingRun(agent, settings, threads).run()
+        room = hosts.connect(proxy_url())
+        if room < settings.concurrency:
+            settings.said(
+                f"ray: the cluster has room for {room} of {settings.concurrency} agents"
+                " (concurrency) at once; the others wait"
+            )
+        yield hosts
     finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # an agent that was cut may run on
+        await asyncio.to_thread(hosts.close)
 
 
 class _TrainingRun:
     """One call of `run`. All on one event loop."""
 
-    def __init__(
-        self, agent: Agent, settings: TrainingSettings, threads: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, name: str, caller: FunctionCaller, settings: TrainingSettings) -> None:
         self._settings = settings
         self._began = time.monotonic()
         self._tasks: dict[GroupKey, Any] = {}  # of groups that are not over
         limits = StageLimits(settings.concurrency)
         self._training = FunctionSettings(
-            agent=agent,
-            name=settings.name or str(getattr(agent, "__name__", type(agent).__name__)),
+            caller=caller,
+            name=settings.name or name,
             limits=limits,
-            threads=threads,
             reward=settings.reward,
             error_reward=settings.error_reward,
-            timeout_s=settings.timeout_s,
-            infra_errors=settings.infra_errors,
             tags=settings.tags,
         )
         self._val = self._held_out_tasks()

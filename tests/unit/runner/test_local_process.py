@@ -7,7 +7,9 @@ import errno
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,14 @@ async def test_more_than_is_kept_is_read_all_the_same(
     assert (len(said), end.last_line) == (1000, "last")
 
 
+async def test_a_full_disk_is_not_the_commands_doing(tmp_path: Path) -> None:
+    """And it is read to its end: nobody waits for a reader."""
+    (tmp_path / "agent.log").symlink_to("/dev/full")
+    with pytest.raises(SandboxUnavailable, match="could not be kept: No space"):
+        await run(tmp_path, "sh", "-c", "head -c 300000 /dev/zero && echo > read")
+    assert (tmp_path / "read").exists()
+
+
 async def test_a_command_that_is_not_there_says_so(tmp_path: Path) -> None:
     end, _ = await run(tmp_path, "no-such-agent")
     assert end.exit_code is None
@@ -121,3 +131,46 @@ async def test_a_cancellation_ends_it(tmp_path: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await running
     assert is_gone(int(output.read_text()))
+
+
+async def test_a_second_cancellation_waits_for_the_end_of_a_deaf_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is interrupted while an attempt is cut, or after its time-out."""
+    monkeypatch.setattr(local_process, "GRACE_S", 0.5)
+    deaf = "trap '' TERM; echo $$; (while :; do sleep 1; done) & echo $!; wait; sleep 1000"
+    running = asyncio.create_task(run(tmp_path, "sh", "-c", deaf))
+    output = tmp_path / "agent.log"
+    await asyncio.to_thread(
+        eventually, lambda: output.exists() and output.read_text().count("\n") == 2, 60
+    )
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert all(is_gone(int(pid)) for pid in output.read_text().split())
+
+
+async def test_a_cancellation_while_it_starts_ends_what_it_started_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def slow(*command: Any, **named: Any) -> None:
+        process = await start(*command, **named)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()  # as asyncio does
+            await process.wait()
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", slow)
+    running = asyncio.create_task(run(tmp_path, sys.executable, "-c", DAEMON))
+    output = tmp_path / "agent.log"
+    await asyncio.to_thread(eventually, lambda: output.exists() and output.read_text(), 60)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await asyncio.to_thread(eventually, lambda: is_gone(int(output.read_text())), 60)

@@ -67,6 +67,26 @@ def test_each_task_is_a_group_in_each_epoch_with_rewards_from_files(
     assert all(set(one["seconds"]) >= {"sandbox", "agent", "reward", "queue"} for one in said)
 
 
+def test_a_reward_that_cannot_be_cleared_is_none(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    """As where an agent that is not root closes the folder in which it wrote it."""
+    (tmp_path / "rm").write_text("#!/bin/sh\necho rm: Permission denied >&2; exit 1\n")
+    (tmp_path / "rm").chmod(0o755)
+    cheat = 'mkdir -p out; echo 777 > out/reward.txt; exec "$0" "$@"'
+    path = tasks_file(
+        {
+            "id": "a",
+            "command": ["sh", "-c", cheat, *ASK],
+            "environ": {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            "reward": "echo 0 > out/reward.txt",
+            "reward_file": "out/reward",
+        }
+    )
+    result = run(path, "--retries", "0")
+    assert "its file could not be cleared before: rm: Permission denied" in result.stdout
+    (only,) = ended(proxy, 1)
+    assert (only.outcome, only.reward) == ("env_error", None)
+
+
 def test_failures_are_replaced_and_what_does_not_come_right_is_said(
     proxy: ProxyWithEngine, tmp_path: Path
 ) -> None:

@@ -56,6 +56,17 @@ def test_a_folder_goes_beside_what_is_there(tmp_path: Path) -> None:
     assert [member.name for member in packed(tmp_path, ".", FileOwner())] == ["a"]
 
 
+@pytest.mark.parametrize(("name", "prefix"), [(".", ""), ("work", "work/")])
+def test_traces_and_runs_stay_here(tmp_path: Path, name: str, prefix: str) -> None:
+    for each in (".tracegrad", "src/.tracegrad"):
+        (tmp_path / each).mkdir(parents=True)
+        (tmp_path / each / "file").touch()
+    names = {member.name for member in packed(tmp_path, name, FileOwner())}
+    assert f"{prefix}src/.tracegrad/file" in names
+    assert f"{prefix}.tracegrad" not in names
+    assert f"{prefix}.tracegrad/file" not in names
+
+
 def test_a_file_and_a_folder_come_out(tmp_path: Path) -> None:
     unpack(made(("reward.txt", b"1")), tmp_path / "one")
     assert (tmp_path / "one").read_text() == "1"

@@ -20,12 +20,14 @@ from typing import Any, cast
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 
-from tracegrad.private_files import private_file, private_folder, restrict_permissions
+from tracegrad.private_files import (
+    STATE_FOLDER,
+    private_file,
+    private_folder,
+    restrict_permissions,
+)
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database, json_text
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
-
-# A folder of this name is nobody's but ours; any other may have been shared for a reason.
-STATE_FOLDER = ".tracegrad"
 
 
 class SQLite(Database):
