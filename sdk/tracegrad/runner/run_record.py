@@ -168,8 +168,14 @@ class RunRecord(RunObserver):
 def header_of(
     tasks: Sequence[Task], *, attempts: int, over_sample: int, epochs: int, held_out: bool
 ) -> RunHeader:
-    # What a task is, and not where its folders lie on this machine.
-    text = json.dumps([[task.id, task.prompt, task.command, task.agent] for task in tasks])
+    # What a task is, and not where its folders lie on this machine. Its reward, too: attempts of a
+    # group that are scored by two measures say nothing.
+    text = json.dumps(
+        [
+            [task.id, task.prompt, task.command, task.agent, task.reward, task.reward_source]
+            for task in tasks
+        ]
+    )
     return RunHeader(
         tasks=hashlib.sha256(text.encode()).hexdigest()[:16],
         attempts=attempts,

@@ -247,8 +247,10 @@ def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(run_async(agent, **options))
-    raise RuntimeError("an event loop runs here: use `await tracegrad.run_async(...)`")
+        pass  # what is raised below has nothing to do with this one
+    else:
+        raise RuntimeError("an event loop runs here: use `await tracegrad.run_async(...)`")
+    return asyncio.run(run_async(agent, **options))
 
 
 async def run_async(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:

@@ -98,6 +98,13 @@ def test_what_an_agent_opens_itself_is_held_out_with_it(
     assert {row.held_out for row in rows} == {True}
 
 
+def test_what_an_agent_prints_does_not_drive_the_terminal(proxy: ProxyWithEngine) -> None:
+    command = ["sh", "-c", r"printf 'no\033]0;title\007 tool\rcompleted\n'; exit 3"]
+    result = run("-n", "2", "--", *command)
+    assert "exit code 3: no\ufffd]0;title\ufffd tool" in result.stdout
+    assert {"\033", "\007", "\r"}.isdisjoint(result.stdout)
+
+
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
     result = run("--reward", "echo no verifier; exit 7", "--", *ASK)
     assert "reward: the command ended with exit code 7" in result.stdout

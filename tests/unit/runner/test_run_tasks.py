@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,9 @@ def test_an_interrupted_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_pat
     other = run(path, "-n", "2", "--resume", str(record.parent))
     assert other.exit_code == 2
     assert "attempts was 1 and is 2 now" in other.stderr
+    other = run(path, "--reward", "true", "--resume", str(record.parent))
+    assert other.exit_code == 2
+    assert re.search("tasks was .* and is .* now", other.stderr)
 
 
 @pytest.mark.parametrize(

@@ -345,8 +345,9 @@ def test_wrong_arguments_are_named(
 
 
 def test_what_is_no_agent_is_said() -> None:
-    with pytest.raises(ValueError, match=r"agent: 1\.0 is no function"):
+    with pytest.raises(ValueError, match=r"agent: 1\.0 is no function") as raised:
         tracegrad.run(1.0, train=TASKS)  # type: ignore[arg-type]
+    assert raised.value.__context__ is None
 
 
 def test_tasks_have_ids() -> None:
