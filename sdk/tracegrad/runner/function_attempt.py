@@ -16,7 +16,7 @@ from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt, AttemptObserver, calls_of
-from tracegrad.runner.outcomes import Classified
+from tracegrad.runner.outcomes import NO_ANSWER, Classified
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.serializer import error_line
@@ -167,9 +167,11 @@ class _FunctionAttempt:
 
 
 def _classified(found: Classified, calls: int | None) -> Classified:
-    """One that ended badly before any call was never driven by the policy."""
-    if calls != 0 or found.outcome is Outcome.COMPLETED or not found.outcome.scored:
+    """As `outcomes.classify`."""
+    if calls or found.outcome is Outcome.COMPLETED or not found.outcome.scored:
         return found
+    if calls is None:
+        return Classified(Outcome.INFRA_ERROR, f"{found.reason} ({NO_ANSWER})")
     timed_out = found.outcome is Outcome.BUDGET
     outcome = Outcome.INFRA_ERROR if timed_out else Outcome.ENV_ERROR
     return Classified(outcome, f"{found.reason} (before any LLM call)")

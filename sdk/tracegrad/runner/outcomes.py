@@ -9,6 +9,7 @@ from tracegrad.events import Outcome
 
 # Who sends these did not ask the agent: the kernel, out of memory, or somebody at this machine.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
+NO_ANSWER = "and the proxy does not answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,17 @@ class ProcessEnd:
             return f"timed out after {self.seconds:.0f} s"
         assert self.exit_code is not None
         if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
+            return f"was killed by {_signal_name(-self.exit_code)}"
         if self.out_of_memory:
             return "was killed at its sandbox's memory bound"
         return f"ended with exit code {self.exit_code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of those for real time only two have one
+        return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,8 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
     """`calls`: LLM calls that the proxy has of the rollout; None: it did not say.
 
     A command that ends badly before any call was never driven by the policy: scoring it would
-    punish the policy for a missing file or a slow start.
+    punish the policy for a missing file or a slow start. Nor is it known that it was the policy,
+    where the proxy that it talked to is away.
     """
     said = end.describe()
     if end.last_line:
@@ -63,10 +72,14 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
     if end.timed_out or end.silent_s is not None:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
+        if calls is None:
+            return Classified(Outcome.INFRA_ERROR, f"{end.describe()} ({NO_ANSWER})")
         return Classified(Outcome.BUDGET, end.describe())
     assert end.exit_code is not None
     if end.exit_code == 0:
         return Classified(Outcome.COMPLETED)
+    if calls is None:
+        return Classified(Outcome.INFRA_ERROR, f"{said} ({NO_ANSWER})")
     if end.exit_code < 0 and -end.exit_code in _FROM_OUTSIDE:
         return Classified(Outcome.INFRA_ERROR, said)
     if calls == 0:
