@@ -97,8 +97,11 @@ class RunInvocation:
     async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt, running)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # `nohup` has the end of the terminal ignored; of a shell's background job SIGINT is, too,
+            # and who sends that means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._interrupt, running)
         await TaskRun(
             self.tasks,
             self.settings,
