@@ -98,8 +98,8 @@ class RunInvocation:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # `nohup` has the end of the terminal ignored. A shell's background job has SIGINT ignored,
-            # too, but who sends that means it.
+            # `nohup` has the end of the terminal ignored. SIGINT is, too, of a shell's background
+            # job, but who sends it means it.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._interrupt, running)
         await TaskRun(
