@@ -71,7 +71,7 @@ class RunInvocation:
                 asyncio.run(self._run(record, progress, alone=total == 1 and not self.of_file))
         except asyncio.CancelledError:
             pass
-        except ProxyRefused as error:
+        except (ProxyRefused, RecordError) as error:
             fail(str(error), USAGE_ERROR)
         finally:
             exporter.flush()
