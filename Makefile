@@ -18,11 +18,12 @@ install-dev:  ## and what tests and checks need
 demo: install  ## the main job, end to end, on this machine (three to five minutes)
 	@exec $(BIN)/python -m examples.shop.demo
 
-# Two processes of one thread each; whichever is done first takes half of what the other has left.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=10
-SIDE_BY_SIDE := $(PYTEST) --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --durations=10
+# Three processes of one thread each for two cores, since a third of a test is waiting; whichever is
+# done first takes half of what another has left.
+SIDE_BY_SIDE := $(PYTEST) -n 3 --dist worksteal
 # Files stay whole, since each process starts a vLLM of its own, and the longest come first.
-FILE_BY_FILE := $(PYTEST) --dist loadfile --no-loadscope-reorder
+FILE_BY_FILE := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; about 35 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not slow" tests/clients

@@ -140,7 +140,8 @@ class _Run(RunObserver):
             self._told = told
             work = Work(split="train", attempts=SAMPLES, coin=self._plan.coin)
             # Groups without signal make no step; an agent that is always right would work for ever.
-            most = self._plan.steps * self._plan.groups * acts.GROUPS_AT_MOST
+            # Of few groups, several may have none by chance.
+            most = max(self._plan.steps * self._plan.groups, 8) * acts.GROUPS_AT_MOST
             await places.attempt(
                 islice(tasks.train_tasks(self._plan.seed), most),
                 work,

@@ -254,6 +254,15 @@ class Rollout:
             said = None if error is None else bounded_str(error, MAX_ERROR_CHARS)
             self._emit(RolloutFinished(rollout_id=self.id, outcome=known, error=said))
 
+    def relay(self, event: Reward | RolloutFinished) -> None:
+        """Says here what was said of it in another process."""
+        if isinstance(event, RolloutFinished):
+            self.finish(event.outcome, event.error)
+            return
+        if event.turn is None and event.name == "reward" and event.value is not None:
+            self.rewarded, self.given_reward = True, event.value
+        self._emit(event)
+
 
 def _check_place(turn: int | None, name: str) -> None:
     """What a reward is of. Raises ValueError."""

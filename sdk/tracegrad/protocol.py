@@ -9,6 +9,7 @@ EVENTS_PATH = "/api/events"
 FEEDBACK_PATH = "/api/feedback"
 TRACES_PATH = "/v1/traces"
 INTAKE_PATH = "/api/intake"
+ANCHORS_PATH = "/api/anchors/next"
 TASKS_PATH = "/api/tasks/check"
 METRICS_PATH = "/metrics"
 

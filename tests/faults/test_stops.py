@@ -153,10 +153,12 @@ def launcher(run: TrainerServe) -> int:
 @pytest.mark.parametrize(
     ("who", "pid", "log"),
     [
-        ("vllm", lambda run: run.pid_of("vllm"), "vllm.log"),
+        # Its engine is above, the server alone `tests/integration/test_vllm_process.py`'s.
+        pytest.param("vllm", lambda run: run.pid_of("vllm"), "vllm.log", marks=pytest.mark.slow),
         ("rank 0", lambda run: run.pid_of("ranks"), "ranks.log"),
         pytest.param("ranks", launcher, "ranks.log", marks=pytest.mark.slow),
-        ("proxy", lambda run: run.pid_of("proxy"), "proxy.log"),
+        # `test_restarts` kills it, `test_store_proxy_kills` shows that it loses nothing.
+        pytest.param("proxy", lambda run: run.pid_of("proxy"), "proxy.log", marks=pytest.mark.slow),
     ],
 )
 def test_a_part_is_killed(

@@ -91,7 +91,7 @@ def _hears(told: dict[str, Acknowledged]) -> Callable[[list[Any]], None]:
     return hear
 
 
-@pytest.mark.parametrize(("url", "kills"), [("sqlite", 200), ("postgres", 40)], indirect=["url"])
+@pytest.mark.parametrize(("url", "kills"), [("sqlite", 80), ("postgres", 40)], indirect=["url"])
 def test_kills_of_writers_lose_nothing(url: str, kills: int, tmp_path: Path) -> None:
     writers_killed(url, tmp_path, kills)
 
@@ -118,7 +118,7 @@ def makers_killed(new_url: Callable[[], str], folder: Path, kills: int) -> None:
 
 def test_a_store_whose_making_was_killed_is_made_by_the_next_in_sqlite(tmp_path: Path) -> None:
     numbers = count()
-    makers_killed(lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db", tmp_path, kills=15)
+    makers_killed(lambda: f"sqlite:///{tmp_path}/{next(numbers)}.db", tmp_path, kills=10)
 
 
 def test_a_store_whose_making_was_killed_is_made_by_the_next_in_postgresql(

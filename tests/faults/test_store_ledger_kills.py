@@ -29,7 +29,7 @@ from tracegrad.store import Ledger, Store
 from tracegrad.store.models import Leases, Rollouts, TurnLedger, Turns
 
 _WORKERS = 3
-_KILLS = 60
+_KILLS = 36
 _TRANSACTIONS = 30  # that a worker begins at most before it is killed
 _GROUPS_A_WORKER = 6  # come in before each worker starts
 

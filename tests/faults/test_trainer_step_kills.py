@@ -168,7 +168,7 @@ def sqlite_urls(folder: Path) -> Iterator[str]:
         yield f"sqlite:///{folder / f'store-{number}.db'}"
 
 
-@pytest.mark.parametrize(("ranks", "kills", "every_steps"), [(1, 24, 1), (2, 12, 3)])
+@pytest.mark.parametrize(("ranks", "kills", "every_steps"), [(1, 18, 1), (2, 8, 3)])
 def test_a_killed_run_that_goes_on_is_the_run_that_nobody_killed(
     ranks: int,
     kills: int,
@@ -211,7 +211,7 @@ def test_a_killed_run_on_postgresql(
 ) -> None:
     """It ends as the run on SQLite does that nobody killed."""
     urls = iter(postgres_server.new_database, None)
-    try_until(6, runs, model, tmp_path, urls, unkilled(1), every_steps=2)
+    try_until(4, runs, model, tmp_path, urls, unkilled(1), every_steps=2)
 
 
 def test_a_killed_command_leaves_nobody_behind_and_goes_on(
@@ -219,9 +219,9 @@ def test_a_killed_command_leaves_nobody_behind_and_goes_on(
 ) -> None:
     """The program itself is killed, as a person would; its launcher and its ranks end with it."""
     urls = sqlite_urls(tmp_path)
-    expected = Scene(runs, model, tmp_path / "unkilled", next(urls), ranks=1, groups=60)
+    expected = Scene(runs, model, tmp_path / "unkilled", next(urls), ranks=1, groups=36)
     assert expected.run()
-    killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=60)
+    killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=36)
     first = subprocess.Popen(killed.command(), stdout=subprocess.DEVNULL, env=ONE_THREAD)
     family = ProcessTree(first.pid)
     eventually(lambda: len(made(killed.url)) >= 2, 120)

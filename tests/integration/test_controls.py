@@ -25,8 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMOS = ROOT / ".tracegrad" / "demo"
-# Of the ten steps that a control makes. Then come its last steps and an exam: the traffic has ended
-# long before its servers do.
+# Of the ten steps that the first one makes. Then come its last steps and an exam: the traffic has
+# ended long before its servers do.
 STEPS = 7
 PROXY_MIB = 200.0  # caches and buffers fill in the first minute
 

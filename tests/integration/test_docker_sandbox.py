@@ -17,12 +17,16 @@ from typing import Any
 import docker
 import pytest
 
-from support.engines.mock_engine import MockEngine
+import tracegrad
+from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, eventually, serving
+from support.runner.anchored_agent import AnchoredAgent, call
+from support.runner.runner_proxy import runner_proxy
 from support.system import docker_engine
 from support.system.docker_engine import Engine
 from tracegrad.runner.agent_layer import AgentLayer
+from tracegrad.runner.anchored_sandboxes import AnchoredSandboxes
 from tracegrad.runner.docker_backend import DockerSandboxes, DockerSettings
 from tracegrad.runner.docker_sandbox import DockerSandbox
 from tracegrad.runner.outcomes import ProcessEnd
@@ -35,6 +39,7 @@ from tracegrad.runner.sandbox import (
 from tracegrad.runner.sandbox_owner import OWNER_LABEL
 from tracegrad.runner.warm_pool import WarmPool
 from tracegrad.store import Store
+from tracegrad.store.anchors.schedule import AnchorSettings
 
 pytestmark = pytest.mark.docker
 
@@ -256,14 +261,55 @@ async def test_a_snapshot_begins_where_the_other_one_was(
     await run(first, "echo turn 1 > log", tmp_path)
     prefix = await first.snapshot()
     await run(first, "echo turn 2 >> log", tmp_path)
-    for _ in range(2):
-        again = await backend.start(prefix)
+    made = [await backend.start(prefix.spec) for _ in range(2)]
+    for again in made:
         assert (await run(again, "cat log; pwd; id -u; echo other >> log", tmp_path))[1] == (
             "turn 1\n/work\n1000\n"
         )
+    await prefix.remove()  # once nothing is made of it any more
+    assert prefix.spec.image in api.images(quiet=True)
+    for again in made:
+        await again.close()
+    assert prefix.spec.image not in api.images(quiet=True)
+    await (await backend.start(spec)).snapshot()
     before = len(api.images(quiet=True))
     await backend.close()
     assert len(api.images(quiet=True)) < before
+
+
+async def test_an_anchor_that_is_rolled_again_starts_from_its_containers_state(
+    engine: Engine,
+    api: docker.APIClient,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the warm pool, as a run has it: its next container is of the snapshot, too."""
+    settings = AnchorSettings(window=1, group_size=1)
+    agent, spec = AnchoredAgent(), SandboxSpec(image=engine.image(), workdir="/work")
+    with runner_proxy(tmp_path, monkeypatch, anchors=settings) as proxy:
+        pool = WarmPool(backend_of(engine, tmp_path, proxy.url), size=1, total=2)
+        sandboxes = AnchoredSandboxes(pool, agent.act)
+
+        async def roll(reward: float, *replies: Answer) -> int:
+            proxy.engine.replies += replies
+            async with sandboxes.rollout("fix", spec) as one:
+                await agent.solve(one, "fix it")
+                one.rollout.reward(reward)
+            await asyncio.to_thread(tracegrad.flush)
+            return one.anchor
+
+        prefix = ["echo 1 > log; echo 1 > /etc/outside", "cat log; echo 2 >> log"]
+        assert await roll(1.0, *map(call, prefix)) == 0
+        agent.ran.clear()
+        look = "cat log /etc/outside; rm log"
+        assert [await roll(0.0, call(look)) for _ in range(2)] == [2, 2]
+        assert agent.ran == [*prefix, look, look], "replayed once"
+        seen = [said["messages"][-1]["content"] for said in proxy.engine.requests[-4:]]
+        assert seen == [seen[0], "0 1\n2\n1\n"] * 2
+        images = len(api.images(quiet=True))
+        await pool.close()
+    assert api.containers(all=True) == []
+    assert len(api.images(quiet=True)) == images - 1
 
 
 async def test_what_an_image_keeps_in_volumes_is_in_no_snapshot(

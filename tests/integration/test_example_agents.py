@@ -60,7 +60,7 @@ def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
     found = play(tmp_path, "examples.sql_agent")
     # What it does without chance: at first nothing is right.
     assert found["greedy_after"] >= found["greedy_before"] + 0.2
-    assert found["policy_versions"] >= 8  # the trainer goes on while the exam is held
+    assert found["policy_versions"] >= 6  # the trainer goes on while the exam is held
 
 
 @pytest.fixture

@@ -139,6 +139,7 @@ def test_an_earlier_version_is_served_while_ranks_train_and_training_goes_on_fro
     assert missing_calls(run.store_url, [toys, load.toys]) == []
 
 
+@pytest.mark.slow  # `tests/unit/trainer/promotion/test_version_control.py` has where it goes
 def test_a_rollback_without_a_version_goes_back_and_trains_on(run: TrainerServe) -> None:
     """After the one above: the default is the last good version before what is served."""
     with GroupLoad(run.url, patient=True):

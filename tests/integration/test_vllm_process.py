@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from support.engines.vllm_server import tiny_settings
+from support.proxy.servers import eventually
 from tracegrad_trainer.inference.control_routes import EngineLostError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import WeightPusher
@@ -44,10 +44,7 @@ def test_a_killed_server_is_one_clear_line_and_takes_its_engine_along(
         assert process.pid is not None
         assert len(members(process.pid)) >= 2, "a server and its engine"
         os.kill(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + 10
-        while members(process.pid) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert members(process.pid) == []
+        eventually(lambda: members(process.pid) == [])
         with pytest.raises(ChildError, match=r"^vllm \(pid \d+\) was killed by SIGKILL \(log: "):
             process.check()
         with (

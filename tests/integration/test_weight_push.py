@@ -152,7 +152,7 @@ def test_a_prompt_cached_before_the_push_is_not_stale_after(
 def test_a_kept_cache_is_of_no_use_to_calls_of_the_new_version(
     vllm_server: VllmServer, model: PreTrainedModel, pusher: WeightPusher
 ) -> None:
-    pusher._engine.keep_cache = True
+    pusher._swap.halt.keep_cache = True
     for _ in range(2):
         agrees(vllm_server.url, model, LONG, cache_salt="0")
     pusher.push(1, perturb(model, seed=6).named_parameters())
@@ -227,7 +227,7 @@ def stopped_half_way(
 ) -> tuple[Stream, threading.Thread]:
     """A stream that the engine was stopped in the middle of. On a loaded machine the engine may be
     done with it before we have read that it began: then another one."""
-    pusher._engine.keep_cache = keep_cache
+    pusher._swap.halt.keep_cache = keep_cache
     for _ in range(20):
         stream = Stream()
         reader = threading.Thread(target=stream.read, args=(server, tokens))
@@ -258,7 +258,7 @@ def test_a_stream_in_flight_goes_on_with_the_new_weights(
     # Before files are written, which may take longer than the stream.
     stream, reader = stopped_half_way(vllm_server, pusher)
     monkeypatch.setattr(
-        pusher._proxy, "set_version", lambda version: at_mark.append(len(stream.tokens))
+        pusher._swap.proxy, "set_version", lambda version: at_mark.append(len(stream.tokens))
     )
     pusher.push(1, perturb(model, seed=4).named_parameters())
     reader.join(60)
@@ -290,8 +290,8 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
         yield from model.named_parameters()
 
     with pytest.MonkeyPatch.context() as patch:
-        name = "load_staged" if pusher._stages else "load"
-        load = getattr(pusher._vllm, name)
+        name = "load_staged" if pusher._swap.stages else "load"
+        load = getattr(pusher._swap.engines, name)
 
         def call_then_load(served: ServedWeights) -> None:
             nonlocal caller
@@ -300,7 +300,7 @@ def test_a_call_that_arrives_during_the_push_waits_and_gets_the_new_weights(
             time.sleep(0.1)
             load(served)
 
-        patch.setattr(pusher._vllm, name, call_then_load)
+        patch.setattr(pusher._swap.engines, name, call_then_load)
         pusher.push(1, call_half_way())
     caller.join(60)
     assert not failed

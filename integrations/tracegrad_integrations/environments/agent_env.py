@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt, AttemptObserver
-from tracegrad.runner.function_attempt import Agent, FunctionSettings, Reward, run_function
+from tracegrad.runner.function_attempt import FunctionSettings, Reward, run_function
+from tracegrad.runner.function_call import Agent, FunctionCall, ThreadCaller
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.training_run import task_id_of
@@ -131,8 +132,8 @@ class AgentEnv(gymnasium.Env[Json, Any]):
         if not len(tasks):
             raise ValueError("tasks: there are none")
         self._tasks, self._proxy, self._task_id = tasks, proxy, task_id
-        self._agent, self._reward, self._error_reward = agent, reward, error_reward
-        self._timeout_s, self._infra_errors = timeout_s, infra_errors
+        self._function = FunctionCall(agent=agent, timeout_s=timeout_s, infra_errors=infra_errors)
+        self._reward, self._error_reward = reward, error_reward
         self._tags = dict(tags or {})
         self._name = name or str(getattr(agent, "__name__", type(agent).__name__))
         self.observation_space = RequestSpace()
@@ -154,7 +155,10 @@ class AgentEnv(gymnasium.Env[Json, Any]):
             task = given["task"]
         else:
             task = self._tasks[int(self.np_random.integers(len(self._tasks)))]
-        self._episode = _AgentEpisode(task, self._task_id(task), self._settings(), self._proxy)
+        # A thread for each episode: one that was aborted may run on in its own.
+        threads = ThreadPoolExecutor(1, "tracegrad-agent")
+        settings = self._settings(ThreadCaller(self._function, threads))
+        self._episode = _AgentEpisode(task, self._task_id(task), settings, threads, self._proxy)
         coming = self._episode.calls.next()
         self.rollout_id = self._episode.rollout_id
         if isinstance(coming, Attempt):
@@ -185,17 +189,13 @@ class AgentEnv(gymnasium.Env[Json, Any]):
             self._episode.abort()
             self._episode = None
 
-    def _settings(self) -> FunctionSettings:
-        """A thread for each episode: one that was aborted may run on in its own."""
+    def _settings(self, caller: ThreadCaller) -> FunctionSettings:
         return FunctionSettings(
-            agent=self._agent,
+            caller=caller,
             name=self._name,
             limits=StageLimits(1),
-            threads=ThreadPoolExecutor(1, "tracegrad-agent"),
             reward=self._reward,
             error_reward=self._error_reward,
-            timeout_s=self._timeout_s,
-            infra_errors=self._infra_errors,
             tags=self._tags,
         )
 
@@ -204,14 +204,19 @@ class _AgentEpisode(AttemptObserver):
     """The attempt that runs. `waiting`: the call that was shown last."""
 
     def __init__(
-        self, task: Any, task_id: str, settings: FunctionSettings, proxy: EnvProxy
+        self,
+        task: Any,
+        task_id: str,
+        settings: FunctionSettings,
+        threads: Executor,
+        proxy: EnvProxy,
     ) -> None:
         self.calls = AgentCalls()
         self.waiting: PendingCall | None = None
         self.rollout_id = ""
         self.info: dict[str, Any] = {"task_id": task_id}
         self._served = proxy.upstream.calls
-        self._threads = settings.threads
+        self._threads = threads
         self._running: Future[Attempt] = proxy.start(run_function(task, task_id, settings, self))
         self._running.add_done_callback(self._over)
 

@@ -94,10 +94,17 @@ def _snapshot(repository: str, revision: str | None, *, weights: bool, fetch: bo
         )
     # Its own kinds, the HTTP library's, which is another one in each major version, and OSError.
     except Exception as error:
-        raise ModelNotFound(
-            f"{repository}: no such folder, and not to be had from the Hugging Face Hub:"
-            f" {_reason(repository, revision, error, fetch=fetch)}"
-        ) from error
+        raise explained(repository, revision, error, fetch=fetch) from error
+
+
+def explained(
+    repository: str, revision: str | None, error: Exception, *, fetch: bool = True
+) -> ModelNotFound:
+    """`error`: of huggingface_hub's, whatever it was asked."""
+    return ModelNotFound(
+        f"{repository}: no such folder, and not to be had from the Hugging Face Hub:"
+        f" {_reason(repository, revision, error, fetch=fetch)}"
+    )
 
 
 def _reason(repository: str, revision: str | None, error: Exception, *, fetch: bool) -> str:

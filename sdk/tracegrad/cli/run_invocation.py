@@ -111,6 +111,7 @@ class RunInvocation:
             prepare=self.launcher,
             observer=progress,
             echo=sys.stderr.buffer.write if alone else None,
+            said=progress.say,
         ).run()
 
     def _interrupt(self, running: asyncio.Task[None]) -> None:
@@ -136,5 +137,6 @@ class RunInvocation:
             return 0
         only = made[-1]
         if only.exit_code is None:
-            return TIMED_OUT if only.outcome in ("budget", "infra_error") else NOT_FOUND
+            ran = "agent" in only.seconds
+            return TIMED_OUT if ran and only.outcome != "env_error" else NOT_FOUND
         return only.exit_code if only.exit_code >= 0 else 128 - only.exit_code

@@ -35,6 +35,7 @@ class AgentLauncher:
     def __init__(self, *, model: str, cache: Path | None = None) -> None:
         """`model`: its name in calls to the proxy. `cache`: of the agents' programs."""
         self._model, self._cache = model, cache
+        self._named: dict[str, Recipe] = {}  # by what a task calls it
         self._recipes: dict[str, Recipe] = {}
         self._installed: dict[str, InstalledAgent] = {}
         self._homes: dict[Path, Rollout] = {}
@@ -54,10 +55,7 @@ class AgentLauncher:
         """
         if task.command is not None or task.agent is None:
             return task
-        recipe = find_recipe(task.agent)
-        if self._recipes.setdefault(recipe.id, recipe) != recipe:
-            raise RecipeError(f"{recipe.path}: {self._recipes[recipe.id].path} is {recipe.id}, too;"
-                              " give one of them another name or version")  # fmt: skip
+        recipe = self._recipe(task.agent)
         make_launch(recipe, self._values(task, "http://host/v1", "key", "/", "/", "id"))
         contained = task.sandbox.image is not None or task.sandbox.build is not None
         if recipe.id not in self._installed and (not contained or recipe.installer != "apt"):
@@ -65,6 +63,18 @@ class AgentLauncher:
         if not contained:
             check_programs(recipe, self._installed[recipe.id])
         return replace(task, agent=recipe.name, sandbox=replace(task.sandbox, recipe=recipe.id))
+
+    def _recipe(self, agent: str) -> Recipe:
+        """Read once a run: what is changed meanwhile is the next run's. Raises RecipeError."""
+        if agent not in self._named:
+            recipe = find_recipe(agent)
+            if self._recipes.setdefault(recipe.id, recipe) != recipe:
+                raise RecipeError(
+                    f"{recipe.path}: {self._recipes[recipe.id].path} is {recipe.id}, too; give one"
+                    " of them another name or version"
+                )
+            self._named[agent] = recipe
+        return self._named[agent]
 
     @property
     def own_recipes(self) -> list[Recipe]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.call_check import question
-from tracegrad.client_environ import client_variables
+from tracegrad.client_environ import HELD_OUT_VARIABLE, client_variables
 from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
@@ -222,11 +222,13 @@ class _Attempt:
         prepared = (self._settings.prepare or plain_command)(task, self._opened, sandbox)
         await _write_files(sandbox, prepared.files)
         addresses = client_variables(sandbox.reachable(self._opened.base_url), self._opened.api_key)
+        # An agent may open rollouts itself (`@trace`), which would be trained.
+        mark = {HELD_OUT_VARIABLE: "1"} if self._opened.held_out else {}
         life = _SignsOfLife(self._opened, self._settings.echo)
         running = asyncio.create_task(
             sandbox.run(
                 prepared.command,
-                environ={**task.environ, **addresses, **prepared.environ},
+                environ={**task.environ, **addresses, **prepared.environ, **mark},
                 timeout_s=task.timeout_s,
                 output=self._logs / AGENT_LOG,
                 marker=self._marker,

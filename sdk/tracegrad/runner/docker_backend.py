@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from docker.errors import APIError
+from docker.errors import APIError, NotFound
 from docker.types import LogConfig
 
 from tracegrad.runner.agent_layer import AgentLayer
@@ -140,6 +140,7 @@ class DockerSandboxes:
         self._opening: asyncio.Task[_Opened] | None = None
         self._owners: dict[tuple[str, str], FileOwner] = {}
         self._living: set[DockerSandbox] = set()
+        self._unwanted: set[str] = set()  # images of snapshots
         self._abandoned: set[asyncio.Task[None]] = set()
         self._closing: asyncio.Task[None] | None = None
 
@@ -314,6 +315,7 @@ class DockerSandboxes:
             addresses=addresses,
             remove=self._remove,
             snapshot_labels=self._labels,
+            remove_snapshot=self._remove_snapshot,
         )
         try:
             await sandbox.prepare()
@@ -337,6 +339,22 @@ class DockerSandboxes:
             await remove_container(opened.engine, sandbox.container)
         opened.events.unwatch(sandbox.container)
         self._living.discard(sandbox)
+        await self._remove_unwanted(opened)
+
+    async def _remove_snapshot(self, image: str) -> None:
+        """Now, or with the last container that is made of it."""
+        self._unwanted.add(image)
+        await self._remove_unwanted(await self._opened())
+
+    async def _remove_unwanted(self, opened: _Opened) -> None:
+        for image in [*self._unwanted]:
+            try:
+                await opened.engine.call(opened.engine.api.remove_image, image)
+            except NotFound:
+                pass
+            except (APIError, SandboxUnavailable):
+                continue  # in use; what is left in the end goes with the backend
+            self._unwanted.discard(image)
 
     async def _remove_all(self, opened: _Opened) -> None:
         """What is left of this run, and its snapshots, the newest first: they lie on each other."""

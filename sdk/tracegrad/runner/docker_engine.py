@@ -90,6 +90,11 @@ class DockerEngine:
         self.api.close()
 
 
+def ping() -> None:
+    """Raises SandboxUnavailable."""
+    _client(None).close()
+
+
 def _client(url: str | None) -> docker.APIClient:
     where = url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
     try:

@@ -10,6 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from docker.errors import APIError
@@ -20,7 +21,12 @@ from tracegrad.runner.docker_engine import explanation
 from tracegrad.runner.docker_exec import ExecTarget, run_in_container
 from tracegrad.runner.docker_images import SandboxImage, commit
 from tracegrad.runner.outcomes import ProcessEnd
-from tracegrad.runner.sandbox import BrokenEnvironment, SandboxSpec, SandboxUnavailable
+from tracegrad.runner.sandbox import (
+    BrokenEnvironment,
+    SandboxSpec,
+    SandboxUnavailable,
+    Snapshot,
+)
 from tracegrad.runner.tar_stream import FileOwner
 
 MIRROR_VARIABLE = "TRACEGRAD_MIRROR"
@@ -34,7 +40,7 @@ class DockerSandbox:
     Args:
         owner: of files that are copied in.
         remove: ends and removes it.
-        snapshot_labels: of images that are made of it.
+        snapshot_labels, remove_snapshot: of images that are made of it.
     """
 
     shares_files = False
@@ -51,12 +57,14 @@ class DockerSandbox:
         addresses: Addresses,
         remove: Callable[[DockerSandbox], Awaitable[None]],
         snapshot_labels: Mapping[str, str],
+        remove_snapshot: Callable[[str], Awaitable[None]],
     ) -> None:
         self.on_close: Callable[[], Awaitable[None]] | None = None
         self.container = target.container
         self._target, self._spec, self._image, self._files = target, spec, image, files
         self._owner = owner
-        self._addresses, self._remove, self._snapshot_labels = addresses, remove, snapshot_labels
+        self._addresses, self._remove = addresses, remove
+        self._snapshot_labels, self._remove_snapshot = snapshot_labels, remove_snapshot
         self._one_at_a_time = asyncio.Lock()
         self._destroying: asyncio.Task[None] | None = None
 
@@ -101,9 +109,8 @@ class DockerSandbox:
         """Links are not taken. Raises OSError: more than a gibibyte."""
         await self._files.download(source, target)
 
-    async def snapshot(self) -> SandboxSpec:
-        """What sandboxes are made of that begin with this one's files as they are now; nothing that
-        runs is kept. It lasts as long as the backend. Raises SandboxError."""
+    async def snapshot(self) -> Snapshot:
+        """As an image. Raises SandboxError."""
         engine = self._target.engine
         try:
             found = await engine.call(engine.api.inspect_container, self.container)
@@ -116,9 +123,10 @@ class DockerSandbox:
             made = await commit(engine, self.container, self._image, self._snapshot_labels)
         except APIError as error:
             raise SandboxUnavailable(f"no snapshot: {explanation(error)}") from None
-        return replace(
+        spec = replace(
             self._spec, image=made, build=None, recipe=None, workspace=None, workdir=self.folder
         )
+        return Snapshot(spec, partial(self._remove_snapshot, made))
 
     async def alive(self) -> bool:
         try:

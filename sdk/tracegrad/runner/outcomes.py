@@ -9,7 +9,7 @@ from tracegrad.events import Outcome
 
 # Who sends these did not ask the agent: the kernel, out of memory, or somebody at this machine.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
-NO_ANSWER = "and the proxy does not answer"
+PROXY_AWAY = "the proxy did not answer at its end"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,26 @@ class Classified:
 
 
 def classify(end: ProcessEnd, calls: int | None) -> Classified:
-    """`calls`: LLM calls that the proxy has of the rollout; None: it did not say.
+    """`calls`: LLM calls that the proxy has of the rollout; None: it does not answer.
 
     A command that ends badly before any call was never driven by the policy: scoring it would
-    punish the policy for a missing file or a slow start. Nor is it known that it was the policy,
-    where the proxy that it talked to is away.
+    punish the policy for a missing file or a slow start. Nor is it the policy's doing where the
+    proxy is away: what the agent waited for, or stumbled over, was its next reply.
     """
     said = end.describe()
     if end.last_line:
         said += f": {end.last_line}"
     if end.error is not None:
         return Classified(Outcome.ENV_ERROR, said)
+    if calls is None and end.exit_code != 0:
+        return Classified(Outcome.INFRA_ERROR, f"{said} ({PROXY_AWAY})")
     if end.timed_out or end.silent_s is not None:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
-        if calls is None:
-            return Classified(Outcome.INFRA_ERROR, f"{end.describe()} ({NO_ANSWER})")
         return Classified(Outcome.BUDGET, end.describe())
     assert end.exit_code is not None
     if end.exit_code == 0:
         return Classified(Outcome.COMPLETED)
-    if calls is None:
-        return Classified(Outcome.INFRA_ERROR, f"{said} ({NO_ANSWER})")
     if end.exit_code < 0 and -end.exit_code in _FROM_OUTSIDE:
         return Classified(Outcome.INFRA_ERROR, said)
     if calls == 0:

@@ -48,12 +48,14 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True)
 class PastAttempt:
-    """One that ended in an earlier part of the run."""
+    """One that ended in an earlier part of the run. `version`: the policy's that was served when
+    it began; None: unknown."""
 
     ticket: Ticket
     rollout_id: str
     outcome: Outcome
     reward: float | None
+    version: int | None = None
 
 
 def new_run_folder(parent: Path) -> Path:
@@ -75,12 +77,14 @@ class RunRecord(RunObserver):
     Attributes:
         past: what has ended before.
         lost: rollouts that had begun and not ended when the runner was killed.
+        evaluations: that were made before.
     """
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self.folder = folder
         self.past: list[PastAttempt] = []
         self.lost: list[str] = []
+        self.evaluations: list[Mapping[str, Any]] = []
         self._file, self._is_full = file, False
         self._groups: defaultdict[GroupKey, list[Outcome]] = defaultdict(list)
 
@@ -91,21 +95,19 @@ class RunRecord(RunObserver):
         if resume != path.exists():
             fix = "name a run's folder" if resume else "it is a run's folder already: resume it"
             raise RecordError(f"{folder}: {fix}")
-        file = open_private(path, "ab")
+        record = cls(folder, open_private(path, "ab"))
         try:
-            _lock(folder, file)
-            lines = _whole_lines(path) if resume else []
+            _lock(folder, record._file)
             if resume:
+                lines = _whole_lines(path)
                 _check(folder, lines, header)
+                record._read(lines)
+                record._file.truncate(sum(len(line) + 1 for line in lines))
+            else:
+                record._write({"run": asdict(header)})
         except BaseException:
-            file.close()
+            record.close()
             raise
-        record = cls(folder, file)
-        if resume:
-            file.truncate(sum(len(line) + 1 for line in lines))
-            record._read(lines)
-        else:
-            record._write({"run": asdict(header)})
         return record
 
     def ended_of(self, key: GroupKey) -> Sequence[Outcome]:
@@ -117,6 +119,13 @@ class RunRecord(RunObserver):
     def ended(self, ticket: Ticket, attempt: Attempt) -> None:
         said = asdict(attempt) | {"logs": None}
         self._write({"ended": attempt.rollout_id, "ticket": _ticket_json(ticket), "attempt": said})
+
+    def served(self, version: int) -> None:
+        """What begins from now on begins with this policy version."""
+        self._write({"served": version})
+
+    def evaluated(self, evaluation: Mapping[str, Any]) -> None:
+        self._write({"evaluated": evaluation})
 
     def close(self) -> None:
         with suppress(OSError):  # what is left of a line is not read
@@ -136,18 +145,32 @@ class RunRecord(RunObserver):
             raise RecordError(said) from None
 
     def _read(self, lines: Iterable[bytes]) -> None:
-        begun: dict[str, Ticket] = {}
-        for line in lines:
-            said = json.loads(line)
-            if "begun" in said:
-                begun[said["begun"]] = _ticket(said["ticket"])
-            elif "ended" in said:
-                ticket, attempt = begun.pop(said["ended"]), said["attempt"]
-                outcome = Outcome(attempt["outcome"])
-                past = PastAttempt(ticket, said["ended"], outcome, attempt["reward"])
-                self.past.append(past)
+        """Raises RecordError."""
+        begun: dict[str, tuple[Ticket, int | None]] = {}
+        version: int | None = None
+        for number, line in enumerate(lines, 1):
+            try:
+                said = json.loads(line)
+                if "begun" in said:
+                    begun[said["begun"]] = _ticket(said["ticket"]), version
+                elif "ended" in said:
+                    (ticket, served), attempt = begun.pop(said["ended"]), said["attempt"]
+                    outcome = Outcome(attempt["outcome"])
+                    past = PastAttempt(ticket, said["ended"], outcome, attempt["reward"], served)
+                    self.past.append(past)
+                elif "served" in said:
+                    version = said["served"]
+                elif "evaluated" in said:
+                    self.evaluations.append(said["evaluated"])
+            except (ValueError, LookupError, TypeError):
+                raise RecordError(
+                    f"{self.folder / FILE}:{number}: no line of a record; begin a run of its own,"
+                    " or take the line out"
+                ) from None
         self.lost = [*begun]
-        self.past += [PastAttempt(of, name, Outcome.ABORTED, None) for name, of in begun.items()]
+        self.past += [
+            PastAttempt(ticket, name, Outcome.ABORTED, None) for name, (ticket, _) in begun.items()
+        ]
         for past in self.past:
             self._groups[past.ticket.group].append(past.outcome)
 

@@ -6,10 +6,10 @@ attempt knows only what stands here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from tracegrad.runner.outcomes import ProcessEnd
 
@@ -113,6 +113,24 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """Ends and removes all of it; may be called again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Sandboxes of `spec` begin with the files that another one had; what ran is not kept. It lasts
+    until `remove`, and no longer than the backend; sandboxes that are made of it stay."""
+
+    spec: SandboxSpec
+    remove: Callable[[], Awaitable[None]]
+
+
+@runtime_checkable
+class SnapshotSandbox(Sandbox, Protocol):
+    """One whose backend keeps its files, where its spec is not `read_only`."""
+
+    async def snapshot(self) -> Snapshot:
+        """Of the moment. Raises SandboxError."""
         ...
 
 

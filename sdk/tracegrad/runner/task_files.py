@@ -19,6 +19,7 @@ from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.runner.task import RewardSource, Task
 
 MOST_SHOWN = 20  # wrong lines that are named
+_NO_JSON = "no JSON"
 
 
 class TaskFileError(ValueError):
@@ -167,6 +168,8 @@ def _from_lines(path: Path, defaults: TaskDefaults) -> _Found:
             continue
         wrong += [f"{name}: {problem}" for problem in _problems(task)]
         found.append((name, task))
+    if wrong and not found and all(_NO_JSON in problem for problem in wrong):
+        wrong = [f"{wrong[0]}; a task is an object on one line, and before a command stands --"]
     return found, wrong
 
 
@@ -175,7 +178,7 @@ def _task_of_line(text: str, folder: Path, defaults: TaskDefaults) -> Task:
     try:
         said = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"{_NO_JSON}: {error}") from None
     except RecursionError:
         raise ValueError("no JSON of a task: it is nested too deeply") from None
     if not isinstance(said, dict):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from sqlalchemy import Connection, inspect, text
 
 from tracegrad.store.errors import StoreForeign, StoreTooNew, StoreTooOld
 from tracegrad.store.models import REVISION, Base
+
+log = logging.getLogger("tracegrad.store")
 
 _VERSIONS = "alembic_version"
 _FIRST = "rollouts"  # a table of ours in every revision
@@ -30,6 +33,7 @@ def revision_of(connection: Connection) -> str | None:
 
 
 def _upgrade(connection: Connection) -> None:
+    _quiet_alembic()
     from alembic import command
     from alembic.config import Config
     from alembic.script import ScriptDirectory
@@ -53,6 +57,15 @@ def _upgrade(connection: Connection) -> None:
             "upgrade tracegrad"
         )
     command.upgrade(config, "head")
+    if found is not None:
+        log.info("the store has been brought from revision %s to %s", found, REVISION)
+
+
+def _quiet_alembic() -> None:
+    """It tells of its own parts, from its first import on."""
+    logger = logging.getLogger("alembic")
+    if logger.level == logging.NOTSET:  # else somebody has said what is wanted of it
+        logger.setLevel(logging.WARNING)
 
 
 def _refuse_foreign(connection: Connection) -> None:

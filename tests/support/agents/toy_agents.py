@@ -56,6 +56,8 @@ class ToyAgents:
     url: str
     seen: list[CompletedToyCall] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)  # rollouts whose reward was accepted
+    # What a rollout without the SDK is worth, by its id and its score.
+    reward_of: Callable[[str, float], float] = field(default=lambda rollout_id, scored: scored)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     async def group(self, task: str, temperature: float = 1.0) -> None:
@@ -153,7 +155,8 @@ class ToyAgents:
         async def look_up(text: str) -> str:
             return f"{len(text)} found"
 
-        value = await self._two_turns(kind, task, ask, look_up, rollout_id)
+        scored = await self._two_turns(kind, task, ask, look_up, rollout_id)
+        value = self.reward_of(rollout_id, scored)
         await self.events(
             {"type": "reward", **me, "value": value},
             {"type": "rollout_finished", **me, "outcome": Outcome.COMPLETED},

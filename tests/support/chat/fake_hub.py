@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +19,7 @@ class FakeHub:
     def __init__(self, repository: str, folder: Path, commit: str) -> None:
         self.repository, self.folder, self.commit = repository, folder, commit
         self.requests: list[str] = []
+        self.sent: Counter[str] = Counter()  # bytes, by file
         self.status = 200  # of the question for a revision; anything else is an error
 
     @contextmanager
@@ -36,6 +38,10 @@ class FakeHub:
                 path = self.path.partition("?")[0]
                 hub.requests.append(path)
                 status, headers, content = hub.answer(path)
+                if (part := self.headers.get("range")) and status == 200:
+                    status, content = 206, _part(content, part)
+                if body and "/resolve/" in path:
+                    hub.sent[path.rpartition("/")[2]] += len(content)
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
@@ -69,6 +75,8 @@ class FakeHub:
             return 200, {}, json.dumps(info).encode()
         if path.startswith(files):
             name = path.removeprefix(files).partition("/")[2]
+            if not (self.folder / name).exists():
+                return 404, {"X-Error-Code": "EntryNotFound"}, b"{}"
             content = (self.folder / name).read_bytes()
             headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": self.commit}
             return 200, headers, content
@@ -90,6 +98,12 @@ def put_in_cache(cache: Path, repository: str, folder: Path, commit: str) -> Pat
         (snapshot / file.name).symlink_to(blob)
     (stored / "refs" / "main").write_text(commit)
     return snapshot
+
+
+def _part(content: bytes, asked: str) -> bytes:
+    """`asked`: bytes=FIRST-LAST."""
+    first, _, last = asked.removeprefix("bytes=").partition("-")
+    return content[int(first) : int(last) + 1]
 
 
 def _entry(file: Path) -> dict[str, object]:

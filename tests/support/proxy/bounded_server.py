@@ -15,6 +15,7 @@ from tracegrad.proxy.http.limits import ConnectionLimits
 
 GET = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 SHORT = 0.3
+SOON = SHORT + 20  # as soon as a busy machine can; whatever else ends a connection takes longer
 LIMITS = ConnectionLimits(
     head_bytes=8192,
     head_fields=20,

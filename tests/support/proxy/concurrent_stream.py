@@ -35,7 +35,7 @@ def concurrent_stream(rig: ProxyWithEngine) -> Iterator[None]:
     eventually(lambda: not rig.engine.replies)
     yield
     gate.set()
-    thread.join(10)
+    thread.join(60)
     chunks = [json.loads(line[6:]) for line in heard if line.startswith("data: {")]
     text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
     assert text == STORY.content

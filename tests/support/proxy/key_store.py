@@ -31,7 +31,7 @@ class Cupboard:
         self.inside += 1
         self.most_inside = max(self.most_inside, self.inside)
         found = self.hashes.get(key_hash)
-        assert self.door.wait(10)
+        assert self.door.wait(60)
         self.inside -= 1
         return found
 

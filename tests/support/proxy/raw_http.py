@@ -34,7 +34,7 @@ def bounded(
 def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
     parts = urlsplit(url)
     client = socket.socket()
-    client.settimeout(10)
+    client.settimeout(60)
     if receive_buffer is not None:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.connect((parts.hostname, parts.port))

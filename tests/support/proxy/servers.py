@@ -77,11 +77,11 @@ def running(config: uvicorn.Config, listener: socket.socket) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(60)
         listener.close()
 
 
-def eventually(check: Callable[[], Any], seconds: float = 5.0) -> Any:
+def eventually(check: Callable[[], Any], seconds: float = 60.0) -> Any:
     """The first true value of `check`."""
     deadline = time.monotonic() + seconds
     while not (value := check()):

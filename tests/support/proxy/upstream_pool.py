@@ -21,7 +21,7 @@ async def ask(
         return answer.status, await answer.read()
 
 
-async def until(check: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(check: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not check():  # noqa: ASYNC110
             await asyncio.sleep(0.002)

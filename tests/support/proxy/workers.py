@@ -142,7 +142,7 @@ def two_workers(
         workers = Workers(proxy, engine, (first, second), Store.open(store_url))
         stack.enter_context(workers.store)
         # The connections that were there before may be closed only now.
-        eventually(lambda: _settled(first, second, workers), 20)
+        eventually(lambda: _settled(first, second, workers))
         yield workers
 
 

@@ -18,3 +18,13 @@ open("answer.txt", "a").write(answer["choices"][0]["message"]["content"] or "")
 print("asked", flush=True)
 """
 ASK = (sys.executable, "-c", SOURCE)
+# Opens a rollout by itself, and rewards it.
+TRACED_SOURCE = """
+import os, urllib.request
+from tracegrad import rollout
+with rollout("its own") as own:
+    os.environ.update(own.environ)
+    exec(os.environ["ASK"])
+    own.reward(1.0)
+"""
+TRACED = (sys.executable, "-c", TRACED_SOURCE)

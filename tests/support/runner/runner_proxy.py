@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +16,15 @@ from tracegrad.store import Store
 
 
 @contextmanager
-def runner_proxy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyWithEngine]:
-    """The current folder is an empty one, in `folder`."""
+def runner_proxy(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Iterator[ProxyWithEngine]:
+    """The current folder is an empty one, in `folder`. `settings`: the proxy's."""
     Store.open(f"sqlite:///{folder}/store.db").close()
     server = EngineServer()
     with (
         serving(server, lifespan="off") as server.url,
-        proxy_with_engine(server, MockEngine(), folder / "store.db") as found,
+        proxy_with_engine(server, MockEngine(), folder / "store.db", **settings) as found,
     ):
         monkeypatch.setenv("TRACEGRAD_URL", found.url)
         monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)

@@ -58,7 +58,7 @@ class FakeProxy:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """The events taken so far, after a flush, in the order of arrival."""
-        assert tracegrad.flush(5)
+        assert tracegrad.flush(60)
         taken = [
             event
             for call in self.sent_to("/api/events")
@@ -73,7 +73,7 @@ class FakeProxy:
         return [(e["value"], e["name"], e["turn"]) for e in self.events("reward")]
 
     def spans(self) -> list[Any]:
-        assert tracegrad.flush(5)
+        assert tracegrad.flush(60)
         return [
             span
             for call in self.sent_to("/v1/traces")

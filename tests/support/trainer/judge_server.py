@@ -57,7 +57,7 @@ def judge_server() -> Iterator[JudgeServer]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
         made.url = f"http://127.0.0.1:{http.server_port}/v1"
-        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread = threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         yield made
         http.shutdown()

@@ -23,7 +23,7 @@ from typing import Any
 
 from tracegrad.store import Ledger
 from tracegrad_trainer.engine.checkpoint import save_load
-from tracegrad_trainer.inference import control_routes, weight_files, weight_push
+from tracegrad_trainer.inference import control_routes, weight_files, weight_swap
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -53,7 +53,7 @@ PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "weights not in place": (control_routes.Peer, "post", True, "/finish_weight_update"),
     "loaded, version not set": (control_routes.ProxyControl, "set_version", True),
     "version set, not resumed": (control_routes.Peer, "post", True, "/resume"),
-    "served, not proven": (weight_push.WeightPusher, "_verify", True),
+    "served, not proven": (weight_swap.WeightSwap, "_verify", True),
     "proven, calls still wait": (control_routes.ProxyControl, "release", True),
     "pushed, not recorded": (WeightPublisher, "publish", False),
 }

@@ -55,6 +55,9 @@ OBJECTIVES: dict[str, ObjectiveSettings] = {
     "dpo": preset("dpo"),
     "kto": preset("kto"),
 }
+# What four ranks are given: each way to sum over tokens, turns, rollouts, groups and pairs. The
+# others differ from these in a token's own term, which two ranks compare.
+OF_FOUR = ("grpo", "turn_mean", "ppo", "by_group", "by_turn", "dpo", "kto")
 BUDGET = 100
 
 
@@ -262,17 +265,23 @@ def resumed(folder: Path, moments: str) -> dict[str, Tensor]:
 MEMORY_VARIANTS = [name for name in VARIANTS if name not in ("plain", "chunked")]
 
 
+def objectives_of(ranks: int) -> Sequence[str]:
+    return OF_FOUR if ranks == 4 else tuple(OBJECTIVES)
+
+
 def main(folder: Path) -> None:
     init_process_group(FsdpSettings(device="cpu", threads=1))
     assert POISON not in made("grpo")[0].input_ids
-    out: dict[str, Any] = {name: run(folder, name) for name in OBJECTIVES}
-    out["batches"] = {name: batch(folder, name) for name in BATCHES}
-    out["shared"] = {name: run(folder, name, SHARED) for name in OBJECTIVES}
-    out["grouped batches"] = {name: batch(folder, name, GROUPED) for name in BATCHES}
-    out["shared batches"] = {name: batch(folder, name, SHARED) for name in BATCHES}
+    objectives = objectives_of(dist.get_world_size())
+    batches = [name for name in BATCHES if name in objectives]
+    out: dict[str, Any] = {name: run(folder, name) for name in objectives}
+    out["batches"] = {name: batch(folder, name) for name in batches}
+    out["shared"] = {name: run(folder, name, SHARED) for name in objectives}
+    out["grouped batches"] = {name: batch(folder, name, GROUPED) for name in batches}
+    out["shared batches"] = {name: batch(folder, name, SHARED) for name in batches}
     out["replicated"] = {name: run(folder, name, REPLICATED) for name in ("grpo", "ppo", "dpo")}
     out["replicated, shared"] = {"ppo": run(folder, "ppo", REPLICATED_SHARED)}
-    out["replicated batches"] = {name: batch(folder, name, REPLICATED) for name in BATCHES}
+    out["replicated batches"] = {name: batch(folder, name, REPLICATED) for name in batches}
     if dist.get_world_size() == 4:
         for moments in MOMENTS:
             made_by_four = trained(folder, REPLICATED, moments)

@@ -31,11 +31,14 @@ class EngineState:
     """`weight`: the value of the one weight, None where its memory holds nothing of use."""
 
     weight: float | None = MODEL_FOLDER
+    candidate: float | None = None  # of the candidate's name, where the proxy has one
+    candidate_version: int = 0  # the proxy's
     host_copy: float | None = None
     asleep: set[str] = field(default_factory=set)
     paused: bool = False
     updating: bool = False
     incoming: list[float] = field(default_factory=list)
+    is_candidates: bool = False  # what is coming in
     says: str = "default"  # what it calls its weights
     away: bool = False  # the proxy sends no calls: it was started again
     version: int = 0  # the proxy's
@@ -130,6 +133,13 @@ class SleepingEngine:
             self.wrong.append(f"{call}: computes without {state.asleep}")
         elif state.weight != self.weights[state.version]:
             self.wrong.append(f"{call}: computes version {state.version} with {state.weight}")
+        elif self.tries_by_name and state.candidate != self.weights[state.candidate_version]:
+            found = f"version {state.candidate_version} with {state.candidate}"
+            self.wrong.append(f"{call}: computes the candidate's {found}")
+
+    @property
+    def tries_by_name(self) -> bool:
+        return self.canary is not None and "model" in self.canary
 
     @property
     def serves(self) -> bool:
@@ -179,8 +189,9 @@ class SleepingEngine:
         if not self.state.updating or not paths:
             self.state.updating = False
             raise Refused("paths: the update names no files")
-        if "parts" not in info:  # into the place of those that are served
+        if "parts" not in info and not info.get("candidate"):  # in place of what is served
             self.state.weight = None
+        self.state.is_candidates = info.get("candidate", False)
         self.state.incoming += [load_file(path)["w"].item() for path in paths]
         self.loaded += self.state.incoming[-len(paths) :]
 
@@ -188,7 +199,9 @@ class SleepingEngine:
         if not self.state.paused:
             self.wrong.append("weights change while the engine computes")
         self.state.updating = False
-        [self.state.weight] = self.state.incoming
+        [self.state.candidate] = self.state.incoming  # any push is one of both names
+        if not self.state.is_candidates:
+            self.state.weight = self.state.candidate
         self.state.says, self.state.away = body["weight_version"], False
 
     def weight_info(self, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +216,9 @@ class SleepingEngine:
         return [each.state for each in self.fleet.values()] or [self.state]
 
     def api_push(self, query: dict[str, str], body: dict[str, Any]) -> dict[str, Any]:
-        said = {"version": self.state.version, "held": self.state.held}
+        said: dict[str, Any] = {"version": self.state.version, "held": self.state.held}
+        if self.canary is not None and self.tries_by_name:
+            said["canary"] = self.canary | {"version": self.state.candidate_version}
         apart = {
             url: {"version": each.state.version, "held": each.state.held}
             for url, each in self.fleet.items()
@@ -223,11 +238,15 @@ class SleepingEngine:
         for state in self._upstreams(body):
             if not state.paused and state.version != body["version"]:
                 self.wrong.append("the version is set while the engine computes")
-            state.version = body["version"]
+            state.candidate_version = body["version"]
+            if "model" not in body:
+                state.version = body["version"]
 
     def api_push_release(self, query: dict[str, str], body: dict[str, Any]) -> None:
         for state in self._upstreams(body):
             state.held = False
 
     def api_push_canary(self, query: dict[str, str], body: dict[str, Any]) -> None:
-        self.canary = body if "upstream" in body else None
+        self.canary = body if body.keys() & {"upstream", "model"} else None
+        if self.canary is None:
+            self.state.candidate_version = self.state.version

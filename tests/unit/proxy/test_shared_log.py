@@ -33,7 +33,7 @@ def test_records_of_all_sizes_come_in_order_round_and_round_the_ring() -> None:
     draw = random.Random(4)
     log = SharedLog(2, ring_bytes=4096)
     heard = listener(log)
-    words = [(number, bytes(draw.randrange(700))) for number in range(400)]
+    words = [(number, bytes(draw.randrange(700))) for number in range(120)]
     log.join(0)
     for start in range(0, len(words), 3):
         part = words[start : start + 3]

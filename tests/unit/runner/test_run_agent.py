@@ -16,6 +16,9 @@ from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, serving
 from tracegrad.cli.app import app
+from tracegrad.runner import recipe_files
+from tracegrad.runner.recipe import Recipe
+from tracegrad.runner.recipe_files import load_recipe
 from tracegrad.store import Store
 
 # What a vendor would ship: it reads its address from a file below HOME, asks once, and says what it
@@ -120,12 +123,21 @@ def test_it_is_not_installed_again_and_may_be_named_by_its_file(
     assert [one["task"] for one in told()] == [TASK, "word"]
 
 
-def test_the_tasks_of_a_file(proxy: ProxyWithEngine) -> None:
+def test_the_tasks_of_a_file(proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their recipe's file is read once."""
+    read: list[Path] = []
+
+    def load(path: Path, version: str | None = None) -> Recipe:
+        read.append(path)
+        return load_recipe(path, version)
+
+    monkeypatch.setattr(recipe_files, "load_recipe", load)
     lines = [{"id": "a", "prompt": "one"}, {"id": "b", "prompt": "two", "agent": "toy"}]
     Path("tasks.jsonl").write_text("\n".join(map(json.dumps, lines)))
     done = run("--agent", "toy", "tasks.jsonl")
     assert done.exit_code == 0, done.output
     assert {one["task"] for one in told()} == {"one", "two"}
+    assert read == [Path(".tracegrad/recipes/toy.toml")]
 
 
 @pytest.mark.parametrize(

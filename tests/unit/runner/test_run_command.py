@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
-from support.runner.asking_agent import ASK
+from support.runner.asking_agent import ASK, SOURCE, TRACED
 from tracegrad.cli.app import app
 from tracegrad.store import RolloutSummary
 
@@ -85,6 +86,18 @@ def test_ends_are_outcomes(
     assert only.reward == (1.0 if outcome == "agent_error" else None)
 
 
+def test_what_an_agent_opens_itself_is_held_out_with_it(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent of @trace that is evaluated as a command."""
+    monkeypatch.setenv("ASK", SOURCE)
+    result = run("--eval", "--", *TRACED)
+    assert result.exit_code == 0, result.output
+    rows = rollouts(proxy, 2)
+    assert {(row.task_id == "its own", row.turns) for row in rows} == {(True, 1), (False, 0)}
+    assert {row.held_out for row in rows} == {True}
+
+
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
     result = run("--reward", "echo no verifier; exit 7", "--", *ASK)
     assert "reward: the command ended with exit code 7" in result.stdout
@@ -107,6 +120,40 @@ def test_without_a_proxy_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not Path("ran").exists()
 
 
+def test_an_address_that_is_not_the_proxys_is_said(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_URL", proxy.engine_url)
+    result = run("--", "true")
+    assert result.exit_code == 2
+    assert f"{proxy.engine_url} has no /api/events: it is no tracegrad proxy" in result.stderr
+
+
+def test_without_an_engine_no_container_is_tried(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each attempt would fail, be made again, and be kept as a rollout."""
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    result = run("--image", "a", "--", "true")
+    assert result.exit_code == 3
+    assert "no Docker engine at unix:///nowhere/docker.sock: start one" in result.stderr
+    assert proxy.store.rollouts(limit=None) == []
+
+
+def test_a_folder_that_does_not_come_is_no_timeout(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    result = run("--workspace", ".", "--", "true")
+    assert "infra_error" in result.stdout
+    assert result.exit_code == 127
+
+
+def test_no_bound_of_the_time_is_none(proxy: ProxyWithEngine) -> None:
+    result = run("--timeout", "0", "--", *ASK)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -114,6 +161,9 @@ def test_without_a_proxy_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (["--reward-from", "stdout", "--", "true"], "--reward-from"),
         (["-n", "0", "--", "true"], "-n"),
         ([], "CMD"),
+        (["python", "agent.py", "-v"], "-v"),
+        (["python", "agent.py"], "TASKS: python, and agent.py, too; put -- before a command"),
+        (["--reward-from", "last_line", "--", "true"], "--reward-from: there is no --reward"),
     ],
 )
 def test_wrong_use_names_the_option(arguments: list[str], named: str) -> None:

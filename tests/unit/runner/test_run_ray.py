@@ -19,7 +19,7 @@ from support.proxy.servers import eventually
 from support.runner.asking_agent import SOURCE
 from support.runner.ray_cluster import ray_cluster
 from tracegrad.cli.app import app
-from tracegrad.runner import ray_backend
+from tracegrad.runner import ray_cluster as cluster_module
 from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
 from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.store import RolloutSummary
@@ -108,7 +108,7 @@ def test_without_ray_it_says_what_to_install(
     proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(ray_backend, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster_module, "find_spec", lambda name: None)
     result = run("--ray", "auto", "--", "true")
     assert result.exit_code == 2
     assert "pip install 'tracegrad[ray]'" in result.output
@@ -130,8 +130,8 @@ class Cluster:
 def connect(
     monkeypatch: pytest.MonkeyPatch, cluster: Cluster, *specs: SandboxSpec, **settings: Any
 ) -> int:
-    monkeypatch.setattr(ray_backend, "_connected", lambda address: (cluster, False))
-    monkeypatch.setattr(ray_backend, "_own_addresses", lambda: {"192.0.2.1"})
+    monkeypatch.setattr(cluster_module, "_connected", lambda *given: (cluster, False))
+    monkeypatch.setattr(cluster_module, "_own_addresses", lambda: {"192.0.2.1"})
     given = {"address": "auto", "proxy": "http://192.0.2.1:4141", **settings}
     return RaySandboxes(RaySettings(**given)).connect(specs)
 

@@ -149,6 +149,7 @@ def test_an_interrupted_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_pat
     gate.touch()
     result = run(path, "--concurrency", "3", "--resume", str(record.parent))
     assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["2/3", "3/3"]
     rows = Counter((row.task_id, str(row.outcome)) for row in ended(proxy, 5))
     assert rows == {(str(n), "completed"): 1 for n in (1, 2, 3)} | {
         (str(n), "aborted"): 1 for n in (2, 3)

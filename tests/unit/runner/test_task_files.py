@@ -125,6 +125,13 @@ def test_two_tasks_of_one_id_are_named(tmp_path: Path) -> None:
         load_tasks(path)
 
 
+def test_a_file_of_something_else_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("import os\nprint(os)\n")
+    with pytest.raises(TaskFileError, match=r"before a command stands --$") as raised:
+        load_tasks(tmp_path / "agent.py")
+    assert "\n" not in str(raised.value)
+
+
 def test_many_wrong_lines_are_counted(tmp_path: Path) -> None:
     path = written(tmp_path, *[{"id": str(number)} for number in range(100)])
     with pytest.raises(TaskFileError) as error:

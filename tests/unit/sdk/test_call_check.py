@@ -10,6 +10,7 @@ import pytest
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
+from support.system.log_lines import our_lines
 from tracegrad import call_check, exporter, rollout, trace
 from tracegrad.call_check import CallCheck, RewardedRollout
 
@@ -47,7 +48,7 @@ def test_an_older_proxy_leaves_it_to_what_the_process_saw(
         pass  # nothing was scored
     solve()
     solve()
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     [said] = [r.getMessage() for r in caplog.records if "no LLM call" in r.message]
     assert f"base URL {proxy.url}/v1" in said
     assert "(solve)" in said
@@ -61,7 +62,7 @@ def test_what_has_calls_is_not_asked_for(
         proxy.answer = json.dumps(
             {"accepted": 3, "calls": [{"rollout_id": r.id, "calls": 2}]}
         ).encode()
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert asked(proxy) == []
     assert "no LLM call" not in caplog.text
 
@@ -72,7 +73,7 @@ def test_a_proxy_that_is_away_is_asked_when_it_is_back(
     proxy.statuses["/api/events"] = [503, 503, 503]
     with rollout(name="solve") as r:
         r.reward(1.0)
-    assert tracegrad.flush(20)
+    assert tracegrad.flush(60)
     assert asked(proxy) == [[r.id]]
     assert "no LLM call" in caplog.text
 
@@ -82,10 +83,10 @@ def test_one_that_does_not_answer_the_question_alone_is_asked_again(
 ) -> None:
     exporter.exporter(proxy.url).calls.watch(ended("solve"))
     proxy.mode = 503
-    assert tracegrad.flush(5), "nothing is on its way: a question holds nobody up"
+    assert tracegrad.flush(60), "nothing is on its way: a question holds nobody up"
     assert "no LLM call" not in caplog.text
     proxy.mode = "ok"
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert "no LLM call" in caplog.text
 
 
@@ -95,7 +96,7 @@ def test_a_proxy_that_refuses_the_question_is_an_older_one(
     proxy.refuse = "calls_of"
     with rollout(name="solve") as r:
         r.reward(1.0)
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert "no LLM call" in caplog.text
 
 
@@ -111,7 +112,7 @@ def test_words_of_another_proxy_say_nothing(
     check.watch(ended("unseen"))
     check.answered(answer)
     check.decide(check.due(hurry=True), answer)
-    assert ["(unseen)" in line for line in caplog.messages] == [True]
+    assert ["(unseen)" in line for line in our_lines(caplog)] == [True]
     assert check.due(hurry=True) == []
 
 
@@ -137,7 +138,7 @@ def test_each_function_is_warned_of_with_the_fix_that_fits(
         {"rollout_id": "id of c", "calls": 3},
     ]
     check.decide(check.due(hurry=True), json.dumps({"calls": counts}).encode())
-    first, second = caplog.messages
+    first, second = our_lines(caplog)
     assert "; 1 call came to the plain address http://proxy/v1 meanwhile" in first
     assert "environ=True where it reads OPENAI_BASE_URL" in first
     assert "(b) ended with a reward, and no LLM call to http://proxy was its own:" in second

@@ -50,7 +50,7 @@ async def with_httpx_async(url: str, **headers: str) -> None:
 
 
 def with_requests(url: str, **headers: str) -> None:
-    requests.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=5)
+    requests.post(f"{url}/v1/chat/completions", json=ASK, headers=headers, timeout=60)
 
 
 async def with_aiohttp(url: str, **headers: str) -> None:
@@ -228,7 +228,7 @@ async def test_concurrent_agents_are_kept_apart(proxy: FakeProxy) -> None:
 def test_threads_have_rollouts_of_their_own(proxy: FakeProxy) -> None:
     @trace(task=lambda i: str(i))
     def solve(i: int) -> None:
-        barrier.wait(5)
+        barrier.wait(60)
         openai_sync(proxy.url, **{"x-i": str(i)})
 
     barrier = threading.Barrier(4)

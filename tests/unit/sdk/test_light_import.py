@@ -54,7 +54,7 @@ import tracegrad
 with tracegrad.rollout() as r:
     assert r.base_url
     tracegrad.reward(1)
-assert tracegrad.flush(10)
+assert tracegrad.flush(60)
 print(found)
 """
 

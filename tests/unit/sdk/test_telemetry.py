@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 
 import tracegrad
 from support.sdk.fake_proxy import FakeProxy
+from support.system.log_lines import our_lines
 from tracegrad import exporter, rollout, telemetry, trace
 
 
@@ -90,7 +91,7 @@ def test_a_rollout_left_in_another_context_disturbs_nothing(
 
     asyncio.run(main())
     assert proxy.events("rollout_finished")[0]["outcome"] == "aborted"
-    assert not caplog.records
+    assert our_lines(caplog) == []
 
 
 def test_spans_wait_in_the_journal_until_the_proxy_takes_them(proxy: FakeProxy) -> None:
@@ -126,7 +127,7 @@ def test_a_span_of_any_size_is_cut_and_counted(proxy: FakeProxy) -> None:
         span.set_attribute("prompt", "x" * 3_000_000)
         span.set_attribute("many", ["y" * 1_000] * 500)
         span.add_event("said", {"text": "z" * 500_000})
-    assert tracegrad.flush(10)
+    assert tracegrad.flush(60)
     (kept,) = (span for span in proxy.spans() if span.name == "large")
     assert kept.ByteSize() < 200_000
     texts = {a.key: a.value.string_value for a in kept.attributes}

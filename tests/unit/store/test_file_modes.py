@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.system.log_lines import our_lines
 from tracegrad.atomic_file import atomic_write
 from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
@@ -61,11 +62,12 @@ def test_an_older_laxer_one_is_closed_with_one_line_each(
         write(f"sqlite:///{folder}/store.db", "r2").close()
     store.close()
     assert set(modes(tmp_path).values()) == {0o700, 0o600}
-    assert len(caplog.messages) == 4
-    assert f"{folder}/store.db is open to other users (mode 0644)" in caplog.messages[0]
+    said = our_lines(caplog)
+    assert len(said) == 4
+    assert f"{folder}/store.db is open to other users (mode 0644)" in said[0]
     caplog.clear()
     write(f"sqlite:///{folder}/store.db", "r3").close()
-    assert caplog.messages == []
+    assert our_lines(caplog) == []
 
 
 def test_a_folder_that_others_share_stays_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import String, inspect, select, text
+from sqlalchemy import String, inspect, make_url, select, text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex, CreateTable
 
@@ -134,6 +136,33 @@ def test_postgresql_can_compile_the_tables() -> None:
 
 
 # Stores as earlier versions wrote them
+
+
+OPENS = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
+from tracegrad.store import Store
+Store.open(sys.argv[1]).close()
+"""
+
+
+def test_a_log_tells_of_a_migration_and_not_of_what_carries_it_out(sqlite_url: str) -> None:
+    """A process of its own: Alembic tells of its parts when it is first imported."""
+
+    def said() -> str:
+        opened = subprocess.run(
+            [sys.executable, "-c", OPENS, sqlite_url], capture_output=True, text=True, check=True
+        )
+        return opened.stderr
+
+    assert said() == "", "a new store"
+    file = Path(str(make_url(sqlite_url).database))
+    file.unlink()
+    write_store_of_revision_0009(sqlite_url)
+    file.chmod(0o600)
+    done = f"the store has been brought from revision 0009 to {REVISION}"
+    assert said() == f"tracegrad.store INFO {done}\n"
+    assert said() == ""
 
 
 def test_a_store_of_the_first_release_opens_and_goes_on(empty_url: str) -> None:

@@ -18,7 +18,7 @@ from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad.store.types import DecisionKind
-    from tracegrad_trainer.config.trainer import TrainerSettings
+    from tracegrad_trainer.config.trainer import FindModel, TrainerSettings
 
 app = typer.Typer(
     name="trainer", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -95,15 +95,11 @@ def serve(
     named: dict[str, object] = {"proxy.store": store}
     if upstream:
         named["vllm.urls"] = json.dumps(upstream)
-    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir, **named))
+    flags = _flags(sets, model=model, state_dir=state_dir, **named)
     if dry_run:
-        from tracegrad_trainer.cli import placement
-
-        try:
-            placement.show_plan(settings, Console(), described=gpus, as_json=as_json)
-        except ValueError as error:
-            _fail(f"trainer serve --dry-run: {error}")
+        _show_plan(config, flags, gpus, as_json=as_json)
         return
+    settings = _settings(config, flags)
     from tracegrad_trainer.cli import serve as serving
 
     try:
@@ -485,7 +481,26 @@ def _flags(sets: list[str] | None, **named: object) -> list[str]:
     return [f"{name}={value}" for name, value in named.items() if value is not None] + (sets or [])
 
 
-def _settings(config: Path | None, sets: list[str], command: str = "serve") -> TrainerSettings:
+def _show_plan(config: Path | None, flags: list[str], gpus: str | None, *, as_json: bool) -> None:
+    from tracegrad_trainer.cli import placement
+    from tracegrad_trainer.launch.model_outline import ModelOutlines
+
+    with ModelOutlines() as models:
+        settings = _settings(config, flags, find_model=models.find)
+        try:
+            placement.show_plan(
+                settings, Console(), described=gpus, as_json=as_json, models=models.names
+            )
+        except ValueError as error:
+            _fail(f"trainer serve --dry-run: {error}")
+
+
+def _settings(
+    config: Path | None,
+    sets: list[str],
+    command: str = "serve",
+    find_model: FindModel | None = None,
+) -> TrainerSettings:
     from tracegrad.proxy.config import ProxySettings
     from tracegrad.settings_sources import unknown_variables
     from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
@@ -493,7 +508,7 @@ def _settings(config: Path | None, sets: list[str], command: str = "serve") -> T
     for line in (*unknown_variables(TrainerSettings), *unknown_variables(ProxySettings)):
         print(f"trainer {command}: {line}", file=sys.stderr)
     try:
-        return load_settings(config, sets)
+        return load_settings(config, sets, find_model)
     except ValueError as error:
         _fail(f"trainer {command}: {error}")
 

@@ -16,11 +16,19 @@ from tracegrad_trainer.launch.resolve_gpus import plan_serve, with_placement
 from tracegrad_trainer.rl.preflight import check_precision, describe_precision
 from tracegrad_trainer.utils.console import plain_table, print_json, print_report
 
+_MODELS = ("model", "reference")  # settings
+
 
 def show_plan(
-    settings: TrainerSettings, console: Console, *, described: str | None, as_json: bool
+    settings: TrainerSettings,
+    console: Console,
+    *,
+    described: str | None,
+    as_json: bool,
+    models: Mapping[str, str] | None = None,
 ) -> None:
-    """`described`: GPUs of a machine that is not this one (`8x80GiB`).
+    """`described`: GPUs of a machine that is not this one (`8x80GiB`). `models`: names of folders
+    that are there for the plan alone.
 
     Raises:
         ValueError: it does not fit, [gpus] or what is served in fp8 is wrong, or no machine is
@@ -33,9 +41,16 @@ def show_plan(
     placement = plan_serve(settings, machine)
     resolved = with_placement(settings, placement)
     if as_json:
-        print_json({"settings": resolved.stored(), "placement": placement_as_json(placement)})
+        stored = _with_names(resolved.stored(), models or {})
+        print_json({"settings": stored, "placement": placement_as_json(placement)})
     else:
         print_report(Group(render_placement(placement), describe_precision(resolved)), console)
+
+
+def _with_names(stored: Json, models: Mapping[str, str]) -> Json:
+    vllm = stored["vllm"]
+    named = {name: models.get(str(stored.get(name)), stored.get(name)) for name in _MODELS}
+    return {**stored, **named, "vllm": {**vllm, "model": models.get(vllm["model"], vllm["model"])}}
 
 
 def _for_gpus(settings: TrainerSettings) -> TrainerSettings:

@@ -25,8 +25,8 @@ class PromotionSettings(BaseModel):
         "none",
         description="held_out: a version is a candidate until its held-out rollouts are compared"
         " with those of the promoted version; canary: until the rollouts of its share of traffic"
-        " are, which one of several engines serves; training waits meanwhile; none: each pushed"
-        " version is served",
+        " are, which one of several engines serves, or the one engine as a second LoRA adapter;"
+        " training waits meanwhile; none: each pushed version is served",
     )
     canary_share: float = Field(
         0.1,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from pydantic import (
     Field,
@@ -97,6 +97,12 @@ _SYNONYMS = {
 
 # What calls wait for an engine on GPUs that the ranks share, where [proxy] does not say it.
 LONGEST_SHARED_STEP_S = 3600.0
+
+
+class FindModel(Protocol):
+    """Of a model that is named as on the Hub, its folder. Raises ModelNotFound."""
+
+    def __call__(self, name: str, *, pinned_by: Path | None) -> Path: ...
 
 
 class PushedProxySettings(ProxySettings):
@@ -205,6 +211,11 @@ class TrainerSettings(FileSettings):
     def _absolute(cls, path: Path) -> Path:
         return path.resolve()
 
+    @classmethod
+    def find_model(cls, name: str, *, pinned_by: Path | None) -> Path:
+        """The folder of a model that is named as on the Hub. Raises ModelNotFound."""
+        return find_model_folder(name, pinned_by=pinned_by)
+
     @model_validator(mode="before")
     @classmethod
     def _vllm_is_ours(cls, data: Any) -> Any:
@@ -212,7 +223,7 @@ class TrainerSettings(FileSettings):
         if not isinstance(data, dict) or "model" not in data:
             return data
         state_dir = Path(data.get("state_dir", ".tracegrad")).resolve()
-        data = data | _model_folders(data, _last_resolved(state_dir))
+        data = data | _model_folders(data, _last_resolved(state_dir), cls.find_model)
         ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
         vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
         return _with_fp8_correction(data | {"vllm": vllm})
@@ -410,12 +421,6 @@ class TrainerSettings(FileSettings):
                 "push.rollout = 'rolling': there is one engine, and nobody takes its calls"
                 " meanwhile; name further ones (push.engines, or vllm.urls), or leave it out"
             )
-        if tries and len(self.engine_urls) < 2:
-            raise ValueError(
-                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
-                " there is one engine; name a further one (push.engines, or vllm.urls), or set"
-                " promotion.gate = 'held_out'"
-            )
         if (rolls or tries) and self.push.kv_cache == "keep":
             name = "push.rollout = 'rolling'" if rolls else "promotion.gate = 'canary'"
             raise ValueError(
@@ -467,6 +472,26 @@ class TrainerSettings(FileSettings):
             changes = {"adapter": folder, "adapter_rank": self.fsdp.lora.rank}
         self.vllm = self.vllm.model_copy(update=changes)
         return self
+
+    @model_validator(mode="after")
+    def _candidates_have_a_place(self) -> Self:
+        by_name = self.promotion.gate == "canary" and len(self.engine_urls) < 2
+        if by_name and (reason := self._why_no_second_adapter()) is not None:
+            raise ValueError(
+                "promotion.gate = 'canary': a candidate is served beside the promoted version, and"
+                f" there is one engine, which serves no second adapter ({reason}); name a further"
+                " one (push.engines, or vllm.urls), train adapters ([fsdp.lora]), or set"
+                " promotion.gate = 'held_out'"
+            )
+        self.vllm = self.vllm.model_copy(update={"candidates": by_name})
+        return self
+
+    def _why_no_second_adapter(self) -> str | None:
+        if self.vllm.urls:
+            return "vllm.urls: others start it"
+        if self.gpus.share:
+            return "gpus.share: it sleeps while the ranks train"
+        return merged_reason(self)
 
     @model_validator(mode="after")
     def _proxy_is_ours(self) -> Self:
@@ -578,9 +603,12 @@ def with_sleep(
 
 
 def load_settings(
-    config: Path | None = None, overrides: list[str] | None = None
+    config: Path | None = None,
+    overrides: list[str] | None = None,
+    find_model: FindModel | None = None,
 ) -> TrainerSettings:
     """Settings from `config` (default: tracegrad.toml, if it is there) and `a.b=value` strings.
+    `find_model`: of names on the Hub; None: the model is fetched.
 
     Raises SettingsError: one line a wrong setting.
     """
@@ -594,6 +622,10 @@ def load_settings(
         @classmethod
         def file_values(cls) -> dict[str, Any]:
             return file
+
+        @classmethod
+        def find_model(cls, name: str, *, pinned_by: Path | None) -> Path:
+            return (find_model or super().find_model)(name, pinned_by=pinned_by)
 
     try:
         return Loaded(**flags)
@@ -639,7 +671,9 @@ def _missing_shards(folder: Path) -> list[str]:
     return sorted(name for name in shards if not (folder / name).is_file())
 
 
-def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Path]:
+def _model_folders(
+    data: dict[str, Any], before: dict[str, Any], find: FindModel
+) -> dict[str, Path]:
     """Absolute folders for `model` and `reference`; names of the Hub become snapshots, of the
     commit that `before` has. What is neither stays as it is: the field's check names it.
 
@@ -659,7 +693,7 @@ def _model_folders(data: dict[str, Any], before: dict[str, Any]) -> dict[str, Pa
             if unknown := unknown_settings(data, TrainerSettings, _SYNONYMS):
                 raise ValueError("; ".join(map(": ".join, unknown.items())))
             try:
-                found[name] = find_model_folder(str(value), pinned_by=pin)
+                found[name] = find(str(value), pinned_by=pin)
             except ModelNotFound as error:
                 raise ValueError(f"{name}: {error}") from None
     return found

@@ -129,6 +129,11 @@ class VllmSettings(BaseModel):
     adapter_rank: int = Field(
         16, ge=1, le=ADAPTER_RANKS[-1], description="its inner size; set with it"
     )
+    candidates: bool = Field(
+        False,
+        description="a second adapter is served, of candidates, under the model's name and"
+        " -candidate; set where promotion.gate is canary and there is one engine",
+    )
     sleep_mode: bool = Field(
         False,
         description="vLLM can give up its GPU memory and take it back; set where gpus.share is on",
@@ -271,6 +276,18 @@ class VllmSettings(BaseModel):
         return ADAPTER_TRANSFER_BACKEND if self.adapter else WEIGHT_TRANSFER_BACKEND
 
     @property
+    def candidate_name(self) -> str:
+        """Of calls that are to get the candidate's adapter."""
+        return f"{self.served_model_name}-candidate"
+
+    @property
+    def adapter_links(self) -> tuple[Path, ...]:
+        """To the adapters that are served: that of all calls, and that of candidates."""
+        if self.adapter is None:
+            return ()
+        return (self.adapter, candidate_link(self.adapter)) if self.candidates else (self.adapter,)
+
+    @property
     def base_model_name(self) -> str:
         """Of the weights: an adapter has the name of calls, which vLLM gives only once."""
         return self.served_model_name + ("-base" if self.adapter else "")
@@ -283,12 +300,16 @@ class VllmSettings(BaseModel):
     def _adapter_flags(self) -> list[str]:
         if self.adapter is None:
             return []
-        module = {"name": self.served_model_name, "path": str(self.adapter)}
+        links = self.adapter_links
+        names = (self.served_model_name, self.candidate_name)[: len(links)]
+        modules = [
+            {"name": name, "path": str(link)} for name, link in zip(names, links, strict=True)
+        ]
         return [
             "--enable-lora",
-            *("--max-loras", "1"),
+            *("--max-loras", str(len(links))),
             *("--max-lora-rank", str(self.largest_adapter_rank)),
-            *("--lora-modules", json.dumps(module)),
+            *("--lora-modules", *map(json.dumps, modules)),
         ]
 
     def environment(self) -> dict[str, str]:
@@ -329,6 +350,11 @@ class VllmSettings(BaseModel):
         the two. vLLM's own reason against it, OpenMP settings of the worker's own, is void."""
         alone = (self.tensor_parallel or 1) * (self.data_parallel or 1) == 1
         return self.on_cpu and self.threads == 1 and alone
+
+
+def candidate_link(link: Path) -> Path:
+    """To the adapter of candidates, beside the link to that of all calls."""
+    return link.with_name(f"{link.name}-candidate")
 
 
 def engine_base_urls(urls: Sequence[str]) -> tuple[str, ...]:

@@ -140,18 +140,22 @@ class VllmControl:
 
     def load_staged(self, served: ServedWeights) -> None:
         """As `load`, of what was staged."""
-        version = {"weight_version": str(served.version)}
-        self._peer.post("/finish_weight_update", json=version)
+        self._finish(str(served.version))
 
     def close(self) -> None:
         self._peer.close()
 
     def weight_version(self) -> str:
         """Set by each `load`; an engine that was started since has that of its start."""
-        return str(self._peer.get("/weight_info").get("weight_version"))
+        return str(self._peer.get("/weight_info").get("weight_version")).partition("+")[0]
 
     def weight_version_soon(self) -> str | None:
         """As `weight_version`; None where it does not say, or not soon."""
+        said = self._said_soon()
+        return None if said is None else said.partition("+")[0]
+
+    def _said_soon(self) -> str | None:
+        """`7`, or `7+8` with version 8 beside it as a candidate."""
         try:
             found = self._peer.get("/weight_info", timeout=LOOK_TIMEOUT_S).get("weight_version")
         except PushError:
@@ -174,6 +178,25 @@ class VllmControl:
     def _update(self, info: dict[str, Any]) -> None:
         self._peer.post("/update_weights", json={"update_info": info})
 
+    def _finish(self, said: str) -> None:
+        self._peer.post("/finish_weight_update", json={"weight_version": said})
+
+
+class CandidateControl(VllmControl):
+    """Of the second adapter of an engine, which has a name of its own in calls: as of an engine
+    that serves nothing else. What the first one is stays as it is."""
+
+    def load_staged(self, served: ServedWeights) -> None:
+        self._finish(f"{self.weight_version()}+{served.version}")
+
+    def weight_version_soon(self) -> str | None:
+        """Empty: a load of the first adapter, or a start, has replaced it since."""
+        said = self._said_soon()
+        return None if said is None else said.partition("+")[2]
+
+    def _send(self, served: ServedWeights) -> None:
+        self._update({"paths": list(served.paths), "candidate": True})
+
 
 class ProxyControl:
     """The proxy's gate. Without a `url` there is none, and nothing is done."""
@@ -191,6 +214,7 @@ class ProxyControl:
         self._peer = Peer("the proxy", url, timeout_s, key) if url else None
         self._hold_ttl_s = hold_ttl_s
         self._upstream: dict[str, str] = {}  # of one server alone
+        self._model: dict[str, str] = {}  # of the candidate of that name alone
 
     @contextlib.contextmanager
     def only(self, upstream: str) -> Iterator[None]:
@@ -201,17 +225,29 @@ class ProxyControl:
         finally:
             self._upstream = {}
 
+    @contextlib.contextmanager
+    def of_candidate(self, model: str) -> Iterator[None]:
+        """Versions that are set meanwhile are of the candidate that has that name on all servers.
+        All calls are held, for it stands still with the others."""
+        self._model = {"model": model}
+        try:
+            yield
+        finally:
+            self._model = {}
+
     def hold(self, *, drain_s: float) -> None:
         """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
         body = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
         self._post("/api/push/hold", json=body)
 
     def set_version(self, version: int) -> None:
-        self._post("/api/push/version", json={"version": version, **self._upstream})
+        body = {"version": version, **self._upstream, **self._model}
+        self._post("/api/push/version", json=body)
 
-    def set_canary(self, upstream: str, share: float) -> None:
-        """That share of rollouts goes to the server, and no other."""
-        self._post("/api/push/canary", json={"upstream": upstream, "share": share})
+    def set_canary(self, share: float, **place: str) -> None:
+        """That share of rollouts goes to the server (`upstream`), and no other; or gets the
+        candidate by its name (`model`)."""
+        self._post("/api/push/canary", json={"share": share, **place})
 
     def end_canary(self) -> None:
         # Without effect? All servers have the same weights, and one that was started has none.
@@ -220,8 +256,8 @@ class ProxyControl:
 
     def has_another(self, version: int, *, of_upstreams: Mapping[str, int] | None = None) -> bool:
         """Whether calls wait, or are recorded as of another version: of a proxy that was started
-        since the last push. `of_upstreams`: which servers have another one, and which. False where
-        it does not answer."""
+        since the last push. `of_upstreams`: which servers, or which candidate by its name, have
+        another one, and which. False where it does not answer."""
         state: dict[str, Any] = {}
         path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
         if self._peer:
@@ -230,7 +266,9 @@ class ProxyControl:
         if not state:
             return False
         said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}
-        apart = {url: other for url, other in said.items() if other != state.get("version")}
+        if (model := state.get("canary", {}).get("model")) is not None:
+            said[model] = state["canary"].get("version")
+        apart = {place: other for place, other in said.items() if other != state.get("version")}
         is_ours = state.get("version") == version and apart == dict(of_upstreams or {})
         return state.get("held") is True or not is_ours
 

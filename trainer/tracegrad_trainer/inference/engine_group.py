@@ -7,7 +7,7 @@ They change together, or one after the other (`only`); then the proxy has a vers
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from tracegrad_trainer.inference.control_routes import (
@@ -28,10 +28,13 @@ class EngineGroup:
         urls: Sequence[str],
         timeout_s: float,
         control: Callable[[str, float], VllmControl] = VllmControl,
+        beside: Mapping[str, VllmControl] | None = None,
     ) -> None:
+        """`beside`: what is asked by that name alone (`only`): a candidate on one of them."""
         if not urls:
             raise ValueError("urls: a push needs an engine")
-        self._engines = {url: control(url, timeout_s) for url in urls}
+        self._engines = {url: control(url, timeout_s) for url in urls} | dict(beside or {})
+        self._is_one = len(urls) == 1
         self.urls = tuple(urls)  # of those that are asked
         self.lost: set[str] = set()  # those that did not answer, and are asked no more
         self._threads = ThreadPoolExecutor(len(urls), thread_name_prefix="engines")
@@ -127,7 +130,7 @@ class EngineGroup:
         self.lost |= lost
         if not failed:
             return
-        if len(self._engines) == 1:
+        if self._is_one:
             raise next(iter(failed.values()))
         words = "; ".join(f"engine {url}: {error}" for url, error in failed.items())
         raise (EngineLostError if lost else PushError)(words) from next(iter(failed.values()))

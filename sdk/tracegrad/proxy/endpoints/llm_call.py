@@ -343,7 +343,7 @@ class LlmCallEndpoint:
         call = context.call
         ask = EngineRequest(
             stream=context.admission.streaming,
-            model=self._services.model,
+            model=context.admission.model or self._services.model,
             prompt_ids=context.plan.prompt_ids,
             return_tokens=self._services.upstream.capabilities.tokens,
             routed_experts_from=context.plan.routed_experts_from,

@@ -8,7 +8,8 @@ comes in one piece cannot be split: when a mark falls into it, its version is un
 
 Of several upstream servers each may have a version of its own: a push may change one after the
 other, and one may serve a candidate (`Canary`). What is held then is one server, not the gate:
-calls go to the others. A call's version is that of the server that it was sent to.
+calls go to the others. A call's version is that of its source: the server that it was sent to, or
+the candidate's adapter, which a server has beside the promoted one.
 
 Everything runs on one event loop; nothing here is thread-safe, and nothing needs to be.
 """
@@ -43,10 +44,12 @@ _HELD = "calls are held while new weights are trained or pushed"
 
 
 class Canary(NamedTuple):
-    """The server of a candidate, and the share of rollouts that go there."""
+    """The share of rollouts that a candidate gets, and where it is: on a server of its own, or on
+    every server, under the name of a LoRA adapter (`model`)."""
 
-    upstream: str
+    upstream: str | None
     share: float
+    model: str | None = None
 
     def has(self, rollout: str | None) -> bool:
         """By the rollout's name alone. A call without a name goes to what is promoted."""
@@ -56,10 +59,15 @@ class Canary(NamedTuple):
         return drawn < self.share * 2.0**64
 
 
+def canary_of(upstream: str | None, share: float, model: str | None = None) -> Canary | None:
+    """None: neither a server nor a name is given, and there is no candidate."""
+    return None if upstream is None and model is None else Canary(upstream, share, model)
+
+
 class Admission:
     """One call's way through the gate, as an async context manager.
 
-    `version` is the policy version at the time of entry, or of the server once it was sent to one.
+    `version` is the policy version at the time of entry, or of its source once it was sent.
     `version_unknown`, after the call: its tokens cannot be split by version.
     """
 
@@ -68,8 +76,9 @@ class Admission:
         "admitted",
         "blocked",
         "key",
+        "model",
+        "source",
         "streaming",
-        "upstream",
         "version",
         "version_unknown",
     )
@@ -79,7 +88,8 @@ class Admission:
         self.key = key
         self.streaming = streaming
         self.version = gate.version
-        self.upstream: str | None = None  # the server that it was sent to
+        self.model: str | None = None  # the candidate's, where it is to get it by that name
+        self.source: str | None = None  # of its tokens: the server that it was sent to, or `model`
         self.admitted = False  # let in, once
         self.version_unknown = False
         # Set while the client does not take what is sent: tokens may wait unread behind it.
@@ -87,13 +97,13 @@ class Admission:
 
     def sent_to(self, upstream: str) -> None:
         """Again where that one did not answer: nothing has been sampled before."""
-        self.upstream = upstream
-        self.version = self._gate.version_at(upstream)
+        self.source = self.model or upstream
+        self.version = self._gate.version_at(self.source)
         self.version_unknown = False  # a change before that was of nothing
 
     def arrival_version(self) -> int:
         """The version of tokens that arrive now."""
-        return self._gate.note_arrival(self.upstream)
+        return self._gate.note_arrival(self.source)
 
     def gate_held_s(self) -> float:
         """As `WeightUpdateGate.held_s`."""
@@ -113,7 +123,7 @@ class Admission:
 
 
 class _Arrivals:
-    """Of tokens, from one server or from all."""
+    """Of tokens, from one source or from all."""
 
     __slots__ = ("count", "last")
 
@@ -138,7 +148,7 @@ class WeightUpdateGate:
         """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
         at most `max_wait_s` seconds."""
         self.version = version
-        self.versions: dict[str, int] = {}  # of servers that were given one of their own
+        self.versions: dict[str, int] = {}  # of sources that were given one of their own
         self.canary: Canary | None = None
         self.on_release: Callable[[], None] = lambda: None  # a held server takes calls again
         self._held_upstreams: dict[str, asyncio.TimerHandle] = {}
@@ -162,9 +172,9 @@ class WeightUpdateGate:
     def held(self) -> bool:
         return self._held
 
-    def version_at(self, upstream: str | None) -> int:
-        """Of the weights of one server; None: of those that have no version of their own."""
-        return self.version if upstream is None else self.versions.get(upstream, self.version)
+    def version_at(self, source: str | None) -> int:
+        """Of the weights of one source; None: of those that have no version of their own."""
+        return self.version if source is None else self.versions.get(source, self.version)
 
     def holds(self, upstream: str) -> bool:
         """Whether that server is given no new calls."""
@@ -186,12 +196,15 @@ class WeightUpdateGate:
             "in_flight": len(self._inside),
             "waiting": len(self._waiting),
         }
-        if apart := sorted({*self.versions, *self._held_upstreams}):
+        candidate = None if self.canary is None else self.canary.model
+        if apart := sorted({*self.versions, *self._held_upstreams} - {candidate}):
             found["upstreams"] = {
                 url: {"version": self.version_at(url), "held": self.holds(url)} for url in apart
             }
         if self.canary is not None:
-            found["canary"] = self.canary._asdict()
+            found["canary"] = {k: v for k, v in self.canary._asdict().items() if v is not None}
+        if candidate is not None:
+            found["canary"]["version"] = self.version_at(candidate)
         return found
 
     async def enter(self, admission: Admission) -> None:
@@ -200,6 +213,8 @@ class WeightUpdateGate:
         while self._held:
             await self._wait(admission, deadline - asyncio.get_running_loop().time())
         admission.version = self.version
+        if self.canary is not None and self.canary.has(admission.key):
+            admission.model = self.canary.model
         admission.admitted = True
         self._inside.add(admission)
 
@@ -238,24 +253,32 @@ class WeightUpdateGate:
                     await self._drained.wait()
         return len(self._of(upstream))
 
-    async def set_version(self, version: int, upstream: str | None = None) -> None:
-        """Tokens that arrive from now on are `version`; of one `upstream`: those from there. To be
-        called while the engine is paused; of all, after each was given that version, at any time.
+    async def set_version(
+        self, version: int, upstream: str | None = None, model: str | None = None
+    ) -> None:
+        """Tokens that arrive from now on are `version`; of one `upstream`, or of the candidate
+        `model`: those from there. To be called while the engine is paused; of all, after each was
+        given that version, at any time.
         """
-        if self._changing(version, upstream):
-            await self._settle(upstream)
-        for admission in self._changing(version, upstream):
+        source = model or upstream
+        if self._changing(version, source):
+            await self._settle(source)
+        for admission in self._changing(version, source):
             admission.version_unknown = (
                 admission.version_unknown or admission.blocked or not admission.streaming
             )
-        if upstream is None:
+        if source is None:
             self.version = version
             self.versions.clear()
         else:
-            self.versions[upstream] = version
+            self.versions[source] = version
 
     def set_canary(self, canary: Canary | None) -> None:
-        """From now on that server gets calls of its share of rollouts, and no others."""
+        """From now on that server gets calls of its share of rollouts, and no others; or that share
+        gets the candidate by its name. None: there is no candidate, and calls that have its name
+        get what all others do."""
+        if canary is None and self.canary is not None and self.canary.model is not None:
+            self.versions.pop(self.canary.model, None)
         self.canary = canary
 
     def release(self, upstream: str | None = None) -> None:
@@ -274,41 +297,41 @@ class WeightUpdateGate:
             self._timer = None
         self._waiting.release()
 
-    def note_arrival(self, upstream: str | None = None) -> int:
+    def note_arrival(self, source: str | None = None) -> int:
         """Tokens arrived; the version that they are of."""
         self._arrivals.add()
-        if upstream is None:
+        if source is None:
             return self.version
-        self._from(upstream).add()
-        return self.versions.get(upstream, self.version)
+        self._from(source).add()
+        return self.versions.get(source, self.version)
 
-    def _of(self, upstream: str | None) -> list[Admission]:
-        """Calls inside, or those of them that were sent there."""
-        if upstream is None:
+    def _of(self, source: str | None) -> list[Admission]:
+        """Calls inside, or those of them that get their tokens from there."""
+        if source is None:
             return list(self._inside)
-        return [each for each in self._inside if each.upstream == upstream]
+        return [each for each in self._inside if each.source == source]
 
-    def _changing(self, version: int, upstream: str | None) -> list[Admission]:
-        """But for those whose server was given that version before. One without a version of its
+    def _changing(self, version: int, source: str | None) -> list[Admission]:
+        """But for those whose source was given that version before. One without a version of its
         own may have other weights under the same number, as those of a run before."""
         return [
             each
-            for each in self._of(upstream)
-            if each.upstream is None or self.versions.get(each.upstream) != version
+            for each in self._of(source)
+            if each.source is None or self.versions.get(each.source) != version
         ]
 
     def _is_held(self, upstream: str | None) -> bool:
         return self._held if upstream is None else self.holds(upstream)
 
-    def _from(self, upstream: str | None) -> _Arrivals:
-        if upstream is None:
+    def _from(self, source: str | None) -> _Arrivals:
+        if source is None:
             return self._arrivals
-        if (found := self._arrivals_from.get(upstream)) is None:
-            found = self._arrivals_from[upstream] = _Arrivals()
+        if (found := self._arrivals_from.get(source)) is None:
+            found = self._arrivals_from[source] = _Arrivals()
         return found
 
-    async def _settle(self, upstream: str | None) -> None:
-        arrivals = self._from(upstream)
+    async def _settle(self, source: str | None) -> None:
+        arrivals = self._from(source)
         limit = time.monotonic() + SETTLE_LIMIT_S
         quiet = 0
         while (now := time.monotonic()) < limit:

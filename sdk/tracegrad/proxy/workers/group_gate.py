@@ -10,7 +10,7 @@ from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.proxy.capture.recorder import EventWriter
-from tracegrad.proxy.engine.weight_gate import Canary, WeightUpdateGate
+from tracegrad.proxy.engine.weight_gate import WeightUpdateGate, canary_of
 from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.workers.group_requests import (
     HEALTH,
@@ -45,11 +45,15 @@ class GroupGate:
         """As `WeightUpdateGate.hold`, once all workers hold: the calls inside of all of them."""
         return sum(await self._of_all(HOLD, ttl_s=ttl_s, drain_s=drain_s, upstream=upstream))
 
-    async def set_version(self, version: int, upstream: str | None = None) -> None:
-        await self._of_all(SET_VERSION, version=version, upstream=upstream)
+    async def set_version(
+        self, version: int, upstream: str | None = None, model: str | None = None
+    ) -> None:
+        await self._of_all(SET_VERSION, version=version, upstream=upstream, model=model)
 
-    async def set_canary(self, upstream: str | None, share: float) -> None:
-        await self._of_all(SET_CANARY, upstream=upstream, share=share)
+    async def set_canary(
+        self, upstream: str | None, share: float, model: str | None = None
+    ) -> None:
+        await self._of_all(SET_CANARY, upstream=upstream, share=share, model=model)
 
     async def release(self, upstream: str | None = None) -> None:
         await self._of_all(RELEASE, upstream=upstream)
@@ -117,9 +121,7 @@ class GroupGate:
                 await asyncio.wait([self._marking])
             return self._gate.release(**args)
         if asked == SET_CANARY:
-            upstream = args["upstream"]
-            canary = None if upstream is None else Canary(upstream, args["share"])
-            return self._gate.set_canary(canary)
+            return self._gate.set_canary(canary_of(**args))
         if asked == STATE:
             return self._gate.state()
         return self._health()

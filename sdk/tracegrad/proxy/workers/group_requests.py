@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tracegrad.events import Json
-from tracegrad.proxy.engine.weight_gate import Canary
+from tracegrad.proxy.engine.weight_gate import Canary, canary_of
 
 # What can be asked, as `GateOfAll` does.
 HOLD, SET_VERSION, RELEASE, STATE, HEALTH = "hold", "set_version", "release", "state", "health"
@@ -28,7 +28,7 @@ LOOK_S = 2.0
 class GateNow(NamedTuple):
     """What a worker that starts has to join. `until`: when a hold opens by itself, on the clock of
     `time.monotonic`; None where only a release opens it. `versions` and `holds` (until when) are
-    of single servers."""
+    of single servers; `versions` also of a candidate's name."""
 
     version: int
     held: bool = False
@@ -45,9 +45,9 @@ class GateNow(NamedTuple):
             return self._replace(holds=(*others, (upstream, now + args["ttl_s"])), pushes=True)
         if asked == HOLD:
             return self._replace(held=True, until=now + args["ttl_s"], pushes=True)
-        if asked == SET_VERSION and upstream is not None:
-            kept = tuple(each for each in self.versions if each[0] != upstream)
-            return self._replace(versions=(*kept, (upstream, args["version"])))
+        if asked == SET_VERSION and (source := args.get("model") or upstream) is not None:
+            kept = self._versions_but(source)
+            return self._replace(versions=(*kept, (source, args["version"])))
         if asked == SET_VERSION:
             return self._replace(version=args["version"], versions=())
         if asked == RELEASE and upstream is not None:
@@ -55,9 +55,13 @@ class GateNow(NamedTuple):
         if asked == RELEASE:
             return self._replace(held=False, until=None, holds=())
         if asked == SET_CANARY:
-            canary = None if upstream is None else Canary(upstream, args["share"])
-            return self._replace(canary=canary)
+            canary = canary_of(**args)
+            ended = self.canary.model if canary is None and self.canary is not None else None
+            return self._replace(canary=canary, versions=self._versions_but(ended))
         return self
+
+    def _versions_but(self, source: str | None) -> tuple[tuple[str, int], ...]:
+        return tuple(each for each in self.versions if each[0] != source)
 
     def held_for(self, now: float) -> float | None:
         """Seconds that a hold lasts yet; infinite until a release; None where there is none."""

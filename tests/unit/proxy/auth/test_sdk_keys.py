@@ -98,7 +98,7 @@ def test_an_agent_inside_a_rollout_needs_no_key_of_its_own(proxy: str) -> None:
 def test_events_and_spans_are_sent_with_the_key(proxy: str, seen: Seen) -> None:
     with rollout() as r:
         r.reward(1)
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
     assert seen.keys("/v1/traces") == {f"Bearer {ADMIN}"}
     assert seen.keys("/api/events") == {f"Bearer {ADMIN}"}
     assert {path for path, _ in seen.requests} == {"/v1/traces", "/api/events"}
@@ -120,7 +120,7 @@ def test_an_open_proxy_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
             headers = {"authorization": f"Bearer {r.api_key}"}
             answer = httpx.post(f"{url}/v1/chat/completions", json=ASK, headers=headers)
         assert (answer.status_code, answer.json()["rollout"]) == (200, r.id)
-        assert tracegrad.flush(5)
+        assert tracegrad.flush(60)
 
 
 def test_a_key_is_there_at_once_and_opens_the_proxy_when_it_comes(
@@ -172,7 +172,7 @@ def test_a_wrong_key_is_one_clear_warning_and_the_agent_runs(
         " the admin key that it was started with): events wait until it answers"
     ) in caplog.text
     monkeypatch.setenv("TRACEGRAD_API_KEY", ADMIN)
-    assert tracegrad.flush(5)
+    assert tracegrad.flush(60)
 
 
 def test_a_rollouts_key_opens_no_rollouts_and_its_agent_runs(

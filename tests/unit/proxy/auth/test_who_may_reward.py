@@ -305,7 +305,7 @@ def test_the_sdk_gives_the_agent_a_key_for_calls_and_the_scorer_one_for_events(
         assert events_key is not None
         post(closed, event, headers=bearer(events_key)).raise_for_status()
         r.reward(0.5)
-    assert exporter.flush(10)
+    assert exporter.flush(60)
     assert given(store, r.id) == [(1.0, "events_key"), (0.5, "admin_key")]
 
 
@@ -320,7 +320,7 @@ def test_a_scorer_inside_a_rollout_is_not_taken_for_the_agent(
         assert r.api_key.startswith(f"tg-{r.id}.")
         post(rig.http, {"type": "reward", "rollout_id": r.id, "value": 1}).raise_for_status()
         rig.http.post("/v1/chat/completions", json=ASK).raise_for_status()
-    assert exporter.flush(10)
+    assert exporter.flush(60)
     assert given(rig.store, r.id) == [(1.0, "open")]
     assert len(rig.store.rollout_turns(r.id)) == 1
 

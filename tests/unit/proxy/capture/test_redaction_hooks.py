@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.system.log_lines import our_records
 from tracegrad.events import (
     Event,
     Json,
@@ -193,12 +194,13 @@ async def test_where_a_hook_fails_no_text_is_stored(
     assert kept[0].completion_token_ids == TURN.completion_token_ids  # type: ignore[union-attr]
     assert kept[1].name == "[redacted]"  # type: ignore[union-attr]
     assert failing.failed == len(WITH_TEXTS)
-    first = caplog.records[0]
+    said = our_records(caplog)
+    first = said[0]
     assert first.levelno == logging.ERROR
     assert f"test:{hook.__name__} failed" in first.getMessage()
     assert "a Turn is stored without its texts; 1 so far" in first.getMessage()
     assert "geheim" not in caplog.text
-    assert [record.args[-1] for record in caplog.records] == [1, 2, 4]  # type: ignore[index]
+    assert [record.args[-1] for record in said] == [1, 2, 4]  # type: ignore[index]
 
 
 async def test_a_failure_concerns_its_own_event_alone() -> None:

@@ -200,7 +200,7 @@ def test_the_end_waits_for_the_commit(rig: ProxyWithEngine, stream: bool) -> Non
         assert seen, "what comes before the end is not held back"
     assert rig.turns() == []
     rig.writer.release()
-    assert ended.wait(5)
+    assert ended.wait(60)
     thread.join()
     assert seen[-1] == "stop"
     assert len(rig.turns()) == 1

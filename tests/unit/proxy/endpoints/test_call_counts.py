@@ -57,7 +57,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING, logger="tracegrad")
 
     def found() -> list[str]:
-        assert tracegrad.flush(20)
+        assert tracegrad.flush(60)
         said = [record.getMessage() for record in caplog.records]
         return [line for line in said if "no LLM call" in line]
 

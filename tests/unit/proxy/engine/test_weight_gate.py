@@ -160,7 +160,7 @@ def test_a_hold_waits_for_whole_answers_and_only_so_long(
     with pytest.raises(TimeoutError):
         held.result(timeout=0.1)
     go.set()
-    assert held.result(timeout=5) == {"in_flight": 0}
+    assert held.result(timeout=60) == {"in_flight": 0}
     answer.result()
     push(rig.http, "release")
 
@@ -185,7 +185,7 @@ def test_held_calls_wait_and_then_get_the_new_version(
     assert state(rig.http)["held"]
     push(rig.http, "version", version=3)
     push(rig.http, "release")
-    assert [answer.result(5) for answer in answers] == ["ok"] * 4
+    assert [answer.result(60) for answer in answers] == ["ok"] * 4
     order = [request["messages"][0]["content"] for request in rig.engine.requests]
     assert sorted(order) == [f"call {number}" for number in range(4)]
     assert {turn.policy_versions for turn in rig.turns()} == {((3, 3),)}
@@ -239,7 +239,7 @@ async def test_a_hold_that_nobody_releases_opens_by_itself(
     gate = WeightUpdateGate()
     await gate.hold(ttl_s=0.02, drain_s=0)
     with caplog.at_level(logging.ERROR, "tracegrad.proxy"):
-        async with asyncio.timeout(5), gate.admission(streaming=False):
+        async with asyncio.timeout(60), gate.admission(streaming=False):
             pass
     assert not gate.state()["held"]
     assert "0.02 s without a release; 1 waiting" in caplog.text
@@ -503,6 +503,64 @@ def test_the_control_api_takes_one_server_and_a_canary(rig: ProxyWithEngine) -> 
     answer = rig.http.post("/api/push/version", json=body, headers=CONTROL)
     assert answer.status_code == 400
     assert "http://elsewhere is none of this proxy's servers" in answer.text
+
+
+def test_a_candidate_by_name_is_asked_for_by_its_share_and_has_a_version_of_its_own(
+    rig: ProxyWithEngine, serve_proxy: ServeProxy
+) -> None:
+    """One engine, and one proxy that names the model itself."""
+    name = "policy-candidate"
+    with serve_proxy(upstream=rig.engine_url, model="policy", control_key=CONTROL_KEY) as http:
+        push(http, "version", version=3)
+        push(http, "canary", model=name, share=0.5)
+        push(http, "version", version=4, model=name)
+        state = {"version": 3, "held": False, "in_flight": 0, "waiting": 0}
+        assert apart(http) == state | {"canary": {"model": name, "share": 0.5, "version": 4}}
+        rollouts = [f"n{n}" for n in range(12)]
+        tried = [each for each in rollouts if Canary(None, 0.5, name).has(each)]
+        assert 0 < len(tried) < len(rollouts)
+
+        def call() -> tuple[dict[str, str], dict[str, int]]:
+            """Which model each rollout's call asked the engine for, and the version of its turn."""
+            asked, versions = {}, {}
+            for each in rollouts:
+                body = {"model": "any", "messages": HELLO}
+                answer = http.post(f"/rollouts/{each}/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+                asked[each] = rig.engine.requests[-1]["model"]
+                [(versions[each], _)] = rig.turns(each)[-1].policy_versions
+            return asked, versions
+
+        asked, versions = call()
+        assert asked == {each: name if each in tried else "policy" for each in rollouts}
+        assert versions == {each: 4 if each in tried else 3 for each in rollouts}
+        push(http, "canary", share=0)
+        assert apart(http) == state
+        asked, versions = call()
+        assert (set(asked.values()), set(versions.values())) == ({"policy"}, {3})
+        body = {"model": name, "upstream": rig.engine_url, "share": 0.5}
+        answer = http.post("/api/push/canary", json=body, headers=CONTROL)
+        assert answer.status_code == 422
+        assert "on one server, or has a name on all" in answer.text
+
+
+async def test_a_call_that_has_a_candidates_name_follows_what_the_name_is_given() -> None:
+    gate = WeightUpdateGate(3)
+    gate.set_canary(Canary(None, 1.0, "candidate"))
+    await gate.set_version(4, model="candidate")
+    async with gate.admission("r", streaming=True) as call, gate.admission(streaming=True) as other:
+        for each in (call, other):
+            each.sent_to("http://engine")
+        assert (call.model, call.arrival_version(), other.arrival_version()) == ("candidate", 4, 3)
+        await gate.set_version(5, model="candidate")
+        assert (call.arrival_version(), other.arrival_version()) == (5, 3)
+        await gate.set_version(3, model="candidate")
+        gate.set_canary(None)
+        assert (call.arrival_version(), other.arrival_version()) == (3, 3)
+        await gate.set_version(6)  # of all, whatever name they have
+        assert (call.arrival_version(), other.arrival_version()) == (6, 6)
+    assert not call.version_unknown
+    assert not other.version_unknown
 
 
 def test_each_rollout_has_one_side_of_a_canary_and_its_engines_version(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -15,6 +16,7 @@ from starlette.types import Message
 from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY
+from support.proxy.upstream_pool import until
 from tracegrad.events import Turn
 from tracegrad.proxy import app
 from tracegrad.proxy.http.streaming_response import StreamedResponse
@@ -110,15 +112,18 @@ async def test_a_line_that_speaks_is_not_filled() -> None:
     async def send(message: dict[str, object]) -> None:
         sent.append(message.get("body", b""))
 
-    with StreamedResponse({}, send, "text/plain", lambda: b"filler", 0.1) as line:
+    with StreamedResponse({}, send, "text/plain", lambda: b"filler", 0.5) as line:
         for _ in range(12):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
             await line.send(b"word")
         assert b"filler" not in sent
-        await asyncio.sleep(0.35)
-    fillers = sent.count(b"filler")
-    assert 2 <= fillers <= 3
-    await asyncio.sleep(0.25)
+    with StreamedResponse({}, send, "text/plain", lambda: b"filler", 0.05) as line:
+        await line.send(b"word")
+        began = time.monotonic()
+        await until(lambda: sent.count(b"filler") >= 2)
+        fillers = sent.count(b"filler")
+        assert fillers * 0.04 <= time.monotonic() - began, "timers may be a little early"
+    await asyncio.sleep(0.15)
     assert sent.count(b"filler") == fillers, "silence after the end"
 
 

@@ -10,6 +10,7 @@ import huggingface_hub.constants
 import pytest
 
 from support.chat.fake_hub import put_in_cache
+from support.system.log_lines import our_lines
 from support.trainer.char_model import char_tokenizer
 from tracegrad.chat.model import ChatFormat
 from tracegrad.events import token_id_array
@@ -77,7 +78,7 @@ async def test_without_a_folder_nothing_is_continued(
     assert isinstance(found, PromptFork)
     assert found.reason is ForkReason.TOKENIZER
     assert await text.get() is found
-    assert len(caplog.records) == 1, "said once"
+    assert len(our_lines(caplog)) == 1, "said once"
 
 
 async def test_an_engine_that_is_away_is_asked_again(folder: Path) -> None:
@@ -98,7 +99,7 @@ async def test_other_tokens_than_the_engines_are_not_continued(
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             assert not text.reproduces(found, token_id_array([*right, 100_000]))
-    assert len(caplog.records) == 1, "said once"
+    assert len(our_lines(caplog)) == 1, "said once"
 
 
 async def test_a_tokenizer_that_was_right_often_is_believed(folder: Path) -> None:

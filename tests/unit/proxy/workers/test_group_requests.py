@@ -85,3 +85,12 @@ def test_a_worker_that_starts_joins_what_single_servers_have() -> None:
     assert gate.after("set_version", {"version": 6, "upstream": None}, 102.0) == GateNow(
         6, pushes=True
     )
+
+
+def test_a_worker_that_starts_joins_a_candidates_name() -> None:
+    gate = GateNow(4)
+    gate = gate.after("set_canary", {"upstream": None, "share": 0.1, "model": "new"}, 100.0)
+    gate = gate.after("set_version", {"version": 5, "upstream": None, "model": "new"}, 100.0)
+    assert gate == GateNow(4, versions=(("new", 5),), canary=Canary(None, 0.1, "new"))
+    gate = gate.after("set_canary", {"upstream": None, "share": 0.0, "model": None}, 101.0)
+    assert gate == GateNow(4)

@@ -22,6 +22,7 @@ import pytest
 from support.engines.mock_engine import Answer
 from support.proxy.servers import eventually
 from support.proxy.workers import Workers, exists, two_workers
+from support.system.log_lines import our_lines
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.workers.channel import Channel
 from tracegrad.proxy.workers.supervisor import (
@@ -199,7 +200,7 @@ def test_where_no_worker_can_be_started_others_go_on_and_it_is_tried_again(
     supervisor._announced = False  # nobody serves yet: the proxy does not start
     supervisor._start(worker)
     assert supervisor._code == 1
-    said = caplog.messages[:2]
+    said = our_lines(caplog)[:2]
     assert said[0].endswith("; it is started again")
     assert said[1].endswith("; it is started again in 0.4 s")
 

@@ -19,6 +19,7 @@ from sqlalchemy import Connection, text
 
 from support.proxy.servers import eventually
 from support.store.events import make_turn
+from support.system.log_lines import our_lines
 from support.system.module_environment import environment
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
@@ -124,7 +125,7 @@ def test_a_turn_that_the_system_refuses_stops_no_writer(
         for number in range(3):
             writer.submit([make_turn(f"t{number}")]).result(timeout=30)
     assert len(store.rollout_turns("r")) == 3
-    [said] = caplog.messages
+    [said] = our_lines(caplog)
     assert "cannot take turns" in said, "once"
 
 

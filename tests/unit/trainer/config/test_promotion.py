@@ -14,7 +14,11 @@ from support.trainer.step_samples import trainer_settings
     ("promotion", "checkpoint", "words"),
     [
         ({"gate": "magic"}, {}, "promotion.gate"),
-        ({"gate": "canary"}, {}, r"one engine; name a further one \(push.engines"),
+        (
+            {"gate": "canary"},
+            {},
+            r"no second adapter \(no adapters are trained",
+        ),
         ({"gate": "held_out", "canary_share": 0.2}, {}, "canary_share: there is no canary"),
         ({"gate": "canary", "canary_share": 1.0}, {}, "canary_share"),
         ({"tasks": "t.jsonl"}, {}, "tasks: nobody waits for their rollouts: set "),

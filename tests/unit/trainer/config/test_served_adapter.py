@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,29 @@ def test_the_setting_decides_and_the_start_says_so(
         assert module == {"name": "policy", "path": str(settings.vllm.adapter)}
         assert arguments[arguments.index("--served-model-name") + 1] == "policy-base"
         assert "tracegrad_adapter" in arguments[arguments.index("--weight-transfer-config") + 1]
+
+
+def test_candidates_are_a_second_adapter_where_there_is_one_engine(
+    dense: Path, tmp_path: Path
+) -> None:
+    model = with_model(tmp_path, dense)
+    changes: dict[str, Any] = {"fsdp": {"lora": {"rank": 8}}, "promotion": {"gate": "canary"}}
+    settings = trainer_settings(model, **changes)
+    arguments = settings.vllm.arguments()
+    assert arguments[arguments.index("--max-loras") + 1] == "2"
+    at = arguments.index("--lora-modules")
+    modules = [json.loads(word) for word in arguments[at + 1 : at + 3]]
+    assert [module["name"] for module in modules] == ["policy", "policy-candidate"]
+    assert tuple(Path(module["path"]) for module in modules) == settings.vllm.adapter_links
+    push = {"engines": ["http://127.0.0.1:8101"]}
+    assert not trainer_settings(model, **changes, push=push).vllm.candidates, "it has an engine"
+    for more, words in (
+        ({"push": {"lora": "merged"}}, "push.lora = 'merged'"),
+        ({"vllm": {"urls": ["http://127.0.0.1:8101"]}}, "vllm.urls: others start it"),
+        ({"gpus": {"share": True}}, "gpus.share: it sleeps"),
+    ):
+        with pytest.raises(ValueError, match=f"no second adapter .{words}"):
+            trainer_settings(model, **changes, **more)
 
 
 def test_an_adapter_that_cannot_be_served_is_refused_by_name(dense: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from support.proxy.servers import eventually
+from support.system.log_lines import our_lines
 from support.trainer.sleeping_engine import MODEL_FOLDER, Refused, SleepingEngine
 from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.gpus import GpuSettings
@@ -101,8 +102,8 @@ def make_pusher(
 
 def with_plan(pusher: WeightPusher) -> RememberedPlan:
     plan = RememberedPlan()
-    assert isinstance(pusher._engine, EngineSleep)
-    pusher._engine._guard = plan  # type: ignore[assignment]
+    assert isinstance(pusher._swap.halt, EngineSleep)
+    pusher._swap.halt._guard = plan  # type: ignore[assignment]
     return plan
 
 
@@ -161,12 +162,12 @@ def test_nothing_is_renewed_after_the_release(
 ) -> None:
     """A hold that came then would keep calls waiting for nothing."""
     pusher.stop_engine()
-    assert isinstance(pusher._engine, EngineSleep)
-    guard = pusher._engine._guard
+    assert isinstance(pusher._swap.halt, EngineSleep)
+    guard = pusher._swap.halt._guard
     disarm = guard.disarm
 
     def disarm_late() -> None:
-        pusher._proxy.hold(drain_s=0)
+        pusher._swap.proxy.hold(drain_s=0)
         disarm()
 
     monkeypatch.setattr(guard, "disarm", disarm_late)
@@ -181,7 +182,7 @@ def test_the_seconds_of_a_sleep_are_those_of_its_own_push(
     pusher.wake_engine()
     assert "sleep" in push(engine, pusher, 1)
     pusher.stop_engine()
-    first = pusher._watch.seconds["sleep"]
+    first = pusher._swap.watch.seconds["sleep"]
     assert push(engine, pusher, 2)["sleep"] == first
 
 
@@ -498,9 +499,8 @@ def test_a_sleep_that_frees_nothing_is_said(
         with caplog.at_level(logging.INFO, logger=publish.logger.name):
             caplog.clear()
             publisher._report_sleep(10 << 20)
-        assert (
-            caplog.messages[0] == f"vLLM sleeps: {after >> 20} MiB of the GPU are free, 10 before"
-        )
+        said = our_lines(caplog)[0]
+        assert said == f"vLLM sleeps: {after >> 20} MiB of the GPU are free, 10 before"
         assert ("--enable-sleep-mode" in caplog.text) == warned
 
 
@@ -649,8 +649,8 @@ def test_a_guard_waits_where_another_trainer_has_begun(
     pusher.stop_engine()
     made = len(engine.calls)
     with lock_for_ranks(tmp_path / "state"):
-        assert isinstance(pusher._engine, EngineSleep)
-        pusher._engine._guard.close()  # as the end of this process would
+        assert isinstance(pusher._swap.halt, EngineSleep)
+        pusher._swap.halt._guard.close()  # as the end of this process would
     assert engine.calls[made:] == []
 
 
@@ -665,8 +665,8 @@ def test_files_that_a_guard_needs_are_not_left_behind(
     os.close(files.lock)  # as the end of this process would
     remove_left_behind(PREFIX, tmp_path)
     assert list(files.folder.glob("1/*.safetensors"))
-    assert isinstance(pusher._engine, EngineSleep)
-    pusher._engine._guard.close()
+    assert isinstance(pusher._swap.halt, EngineSleep)
+    pusher._swap.halt._guard.close()
     assert engine.serves
     assert engine.state.version == 1
     assert not files.folder.exists()
@@ -677,13 +677,13 @@ def test_a_guard_that_has_ended_is_started_again(
 ) -> None:
     with make_pusher(engine.url, checkpoint, tmp_path, 2) as pusher:
         push(engine, pusher, 1)
-        assert isinstance(pusher._engine, EngineSleep)
-        first = pusher._engine._guard._process
+        assert isinstance(pusher._swap.halt, EngineSleep)
+        first = pusher._swap.halt._guard._process
         assert first is not None
         first.kill()
         first.wait()
         pusher.stop_engine()
-        second = pusher._engine._guard._process
+        second = pusher._swap.halt._guard._process
         assert second is not None
         assert second.poll() is None
         pusher.wake_engine()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.system.log_lines import our_lines
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
 from tracegrad_trainer.inference.engine_watch import EngineWatch
@@ -151,7 +152,7 @@ def test_the_watch_looks_again_and_says_once_what_fails(
 
     with caplog.at_level(logging.WARNING), EngineWatch(Restorable(), every_s=0.001):
         assert done.wait(60)
-    assert [record.message for record in caplog.records] == [
+    assert our_lines(caplog) == [
         "version 7 is not served yet: no room",
         "vLLM or the proxy was started again: version 7 is served as before",
         "version 7 is not served yet: no room",

@@ -15,8 +15,9 @@ from support.proxy.proxy_with_engine import served_proxy
 from support.proxy.servers import CONTROL, CONTROL_KEY
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad.store import GroupCommitWriter, Store
+from tracegrad_trainer.inference.canary_push import CanaryEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
-from tracegrad_trainer.inference.weight_push import CanaryEngine, WeightPusher
+from tracegrad_trainer.inference.weight_push import WeightPusher
 
 PAUSE, LOAD_STAGED = "/pause keep true", "/finish_weight_update"
 Fleet = list[SleepingEngine]
@@ -327,6 +328,20 @@ def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: Wei
     assert stands(fleet) == [(1.0, 1), (1.0, 1)]
     assert fleet[0].canary is None
     assert not canary.restore()
+
+
+def test_a_first_push_ends_the_canary_of_a_run_that_was_killed(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    fleet[0].canary = {"upstream": fleet[1].url, "share": 0.1}
+    fleet[0].all_may_be_held = True
+    urls = [engine.url for engine in fleet]
+    with WeightPusher(
+        urls, urls[0], version=-1, checkpoint=checkpoint, directory=tmp_path
+    ) as pusher:
+        pusher.push(1, weights(1.0))
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+    assert fleet[0].canary is None
 
 
 def test_a_canary_needs_an_engine_beside_it(fleet: Fleet, checkpoint: Path) -> None:

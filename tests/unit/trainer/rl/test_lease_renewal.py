@@ -13,6 +13,7 @@ import pytest
 from support.proxy.servers import eventually
 from support.store.ledger_fixtures import FakeClock
 from support.store.ledger_fixtures import fake_clock as fake_clock
+from support.system.log_lines import our_lines
 from support.trainer.step_samples import fill, trainer_settings
 from tracegrad.store import Group, LeaseLost, Ledger, LedgerError, Store, lease_by_rollout
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -152,7 +153,7 @@ def test_groups_that_were_lost_are_left_out_of_the_batch_with_one_line(
     batch = coordinator.next_batch(0)
     assert batch is not None
     assert [group.group_id for group in batch.groups] == ["t1", "t2"]
-    [line] = caplog.messages
+    [line] = our_lines(caplog)
     assert line.startswith("1 of 2 groups are left out of the batch: rollout t0r0 is no longer ")
     assert line.endswith("thief has it now")
     assert coordinator.leases.rollouts == names(batch.groups)

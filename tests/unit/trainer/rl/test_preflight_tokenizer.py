@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     with Engine(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server
         server.shutdown()
@@ -105,7 +105,7 @@ def test_an_engine_that_cannot_be_asked_is_taken_at_its_word(model: Path, engine
 def test_each_of_several_engines_is_asked(model: Path, engine: Engine) -> None:
     engine.answer = like(tiny_tokenizer())
     with Engine(("127.0.0.1", 0), Handler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+        threading.Thread(target=other.serve_forever, args=(0.02,), daemon=True).start()
         url = f"http://127.0.0.1:{other.server_address[1]}"
         both = settings(model, engine).with_changes(push=PushSettings(engines=(url,)))
         other.answer = like(tiny_tokenizer())

@@ -60,4 +60,5 @@ async def weight_version(url: str) -> str | None:
             return None
         state = orjson.loads(await answer.read())
     version = state.get("weight_version") if isinstance(state, dict) else None
-    return version if isinstance(version, str) else None
+    # `7+8`: with version 8 beside it, as a candidate that has a name of its own.
+    return version.partition("+")[0] if isinstance(version, str) else None

@@ -95,7 +95,7 @@ class UpstreamRouter(Generic[ServerT]):
     def _eligible(self, rollout: str | None) -> list[int]:
         open_ = [number for number, server in enumerate(self._servers) if server.takes_calls]
         canary = self._canary()
-        if canary is None:
+        if canary is None or canary.upstream is None:
             return open_
         is_candidates = canary.has(rollout)
         ours = [n for n in open_ if (self._servers[n].url == canary.upstream) == is_candidates]

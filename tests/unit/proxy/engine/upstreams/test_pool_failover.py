@@ -10,6 +10,7 @@ import pytest
 
 from support.engines.raw_http_engine import RawHttpEngine, ReceivedRequest, ServerConnection
 from support.proxy.upstream_pool import CHAT, JSON, Held, Pool, ask, until
+from support.system.log_lines import our_lines
 from tracegrad.proxy.engine.upstreams import UpstreamPool
 from tracegrad.proxy.http.errors import ENGINE_DIED, ApiError
 
@@ -116,7 +117,7 @@ async def test_a_server_that_comes_back_gets_calls_again(
     engines[1].kill()
     assert (await ask(mine))[0] == 200
     assert len(engines[0].asked) == 1
-    lines = [record.getMessage() for record in caplog.records]
+    lines = our_lines(caplog)
     assert "gets no calls" in lines[0]
     assert "Connect call failed" in lines[0]
     assert f"{engines[0].url} is back after" in lines[1]

@@ -227,6 +227,11 @@ def test_the_canarys_share_is_about_what_was_asked_for() -> None:
     assert all(Canary("A", 1.0).has(f"{n}") for n in range(100))
 
 
+def test_a_candidate_by_name_is_on_every_server() -> None:
+    placement = UpstreamRouter(some(2), canary=lambda: Canary(None, 1.0, "candidate"))
+    assert len({placement.choose(f"r{n}") for n in range(4)}) == 2
+
+
 def test_without_its_own_side_a_rollout_goes_where_calls_are_taken() -> None:
     servers = some(2)
     canary: list[Canary | None] = [Canary("A", 1.0)]
