@@ -50,7 +50,7 @@ def main() -> None:
         said = inside if isinstance(inside, str) else f"{len(inside.warm.ended_)} in containers"
         say(said)
         # Longer ones: 200 at once are to be that many.
-        tasks = commands.sleepers(workload(queued, 1, seed=2), 10 * scale)
+        tasks = commands.sleepers(workload(queued, 1, seed=2), 15 * scale)
         many = asyncio.run(commands.many(tasks, at_once, logs))
         say(f"{len(many.ended_)} local rollouts, {many.most_at_once} at once")
     publish(page(Found(found, CONCURRENCY, scale, load, single, many, at_once, inside)), options)

@@ -16,8 +16,13 @@ from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.attempt import Attempt, AttemptObserver, AttemptSettings, run_attempt
 from tracegrad.runner.driver import Driver, RunObserver, unpaced
 from tracegrad.runner.recipe_files import find_recipe
-from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
-from tracegrad.runner.sandbox_backend import ContainerOptions, check_docker, sandbox_backend
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec, SandboxUnavailable
+from tracegrad.runner.sandbox_backend import (
+    ContainerOptions,
+    check_docker,
+    check_engine,
+    sandbox_backend,
+)
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task import Task as RunnerTask
@@ -147,7 +152,8 @@ def install(screen: Screen, spec: SandboxSpec) -> None:
     """mini-swe-agent, pinned by hash, into the cache of agents. Raises Unusable."""
     try:
         check_docker([spec])
+        check_engine([spec])  # else a warm start would be over before somebody says it
         with screen.phase("install mini-swe-agent") as phase:
             phase.note = install_agent(find_recipe(str(RECIPE))).folder.name
-    except (InstallFailed, ValueError) as error:
+    except (InstallFailed, SandboxUnavailable, ValueError) as error:
         raise Unusable(str(error)) from None

@@ -92,17 +92,19 @@ async def intake(
 @dataclass(frozen=True, slots=True)
 class IntakeView:
     """What the proxy says of the trainer. `attempts`: of a group; None: no trainer says. `version`:
-    the policy version that it serves; None: it said none."""
+    the policy version that it serves; None: it said none. `reason`: why nothing may be opened now;
+    empty: something may."""
 
     paced: bool
     attempts: int | None
     version: int | None
+    reason: str = ""
 
 
 def read_intake(url: str | None = None) -> IntakeView:
     """Takes no place. Raises ProxyUnreachable, ProxyRefused, and as `wait_for_intake`."""
     answer = json.loads(get_json(url or proxy_url(), INTAKE_PATH))
-    return IntakeView(answer["paced"], answer["attempts"], answer["version"])
+    return IntakeView(answer["paced"], answer["attempts"], answer["version"], answer["reason"])
 
 
 def use_place(rollout_id: str) -> None:

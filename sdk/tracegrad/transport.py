@@ -15,6 +15,8 @@ import urllib.request
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from tracegrad.protocol import FEEDBACK_PATH
+
 _log = logging.getLogger("tracegrad")
 
 REQUEST_TIMEOUT_S = 5.0
@@ -60,6 +62,11 @@ def _answered(url: str, path: str, body: bytes | None, headers: Mapping[str, str
         return found
     except urllib.error.HTTPError as error:
         with error:
+            if error.code == 404 and path != FEEDBACK_PATH:  # there it is the response's
+                raise ProxyRefused(
+                    f"{url} has no {path}: it is no tracegrad proxy, or an older one; set"
+                    " TRACEGRAD_URL to the proxy's address"
+                ) from None
             if error.code < 500:
                 raise ProxyRefused(_message(_reason(error))) from None
             raise ProxyUnreachable(f"it answers {error.code}: {_message(_reason(error))}") from None

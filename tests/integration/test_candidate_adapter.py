@@ -4,6 +4,7 @@ are computed in the same batches, while the candidate is promoted and while it i
 from __future__ import annotations
 
 import copy
+import json
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from support.engines.vllm_server import tiny_settings
@@ -27,7 +29,7 @@ from tracegrad_trainer.inference.control_routes import ServedWeights
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs, sample_probe
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import WeightPusher
-from tracegrad_trainer.inference.zero_adapter import zero_adapter
+from tracegrad_trainer.inference.zero_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, zero_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
@@ -62,9 +64,9 @@ class Streams:
             for _ in response.iter_lines():
                 self._lines[rollout] += 1
 
-    def await_some(self) -> None:
+    def await_lines(self, count: int) -> None:
         """Until each is on its way."""
-        eventually(lambda: all(self._lines[rollout] > 20 for rollout in self.rollouts), 120)
+        eventually(lambda: all(self._lines[rollout] > count for rollout in self.rollouts), 120)
 
     def await_ends(self) -> None:
         for end in self._ends:
@@ -111,6 +113,7 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
     first = lora.attach_adapters(load_model(tiny_model_dir), LoraSettings(rank=4, alpha=8))
     assert isinstance(first, PreTrainedModel)
     models = {version: moved(first, seed=version) for version in (1, 2, 3)}
+    config = lora.adapter_config(first)
     adapter = tmp_path / "run" / "adapter"
     settings = tiny_settings(tiny_model_dir, tmp_path / "vllm.log").model_copy(
         update={"adapter": adapter, "adapter_rank": 4, "candidates": True}
@@ -128,7 +131,7 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
             str(http.base_url).rstrip("/"),
             proxy_key=CONTROL_KEY,
             checkpoint=zero_adapter(adapter),
-            adapter=lora.adapter_config(first),
+            adapter=config,
             canary=CanaryAdapter(settings.candidate_name, SHARE),
         ) as pusher,
     ):
@@ -145,7 +148,11 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
             compare_logprobs(sample.logprobs, expected, GAP)
 
         def fetch(folder: Path) -> ServedWeights:
-            raise AssertionError("what is promoted is at hand")
+            assert folder.name == "1", "what is promoted is at hand"
+            folder.mkdir()
+            save_file(dict(lora.adapter_tensors(models[1])), folder / ADAPTER_WEIGHTS)
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(config))
+            return ServedWeights(1, (str(folder / ADAPTER_WEIGHTS),))
 
         def push(version: int, *, as_candidate: bool) -> None:
             written = pusher.write(version, lora.adapter_tensors(models[version]))
@@ -154,8 +161,9 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
         url = str(http.base_url).rstrip("/")
         push(1, as_candidate=False)
         push(2, as_candidate=True)
+        assert not pusher.restore(), "engine and proxy say that they have both"
         streams = Streams(url, "promoted")
-        streams.await_some()
+        streams.await_lines(20)
         pusher.promote_candidate(2)
         streams.await_ends()
         found = versions_by_side(store, streams.rollouts, models)
@@ -163,9 +171,11 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
 
         push(3, as_candidate=True)
         streams = Streams(url, "taken-back")
-        streams.await_some()
+        streams.await_lines(20)
         pusher.roll_back(2, fetch)
+        streams.await_lines(100)
+        pusher.roll_back(1, fetch)
         streams.await_ends()
         found = versions_by_side(store, streams.rollouts, models)
-        assert found == {True: {(3, 2)}, False: {(2,)}}
+        assert found == {True: {(3, 2, 1)}, False: {(2, 1)}}
     assert checked == [(), (settings.candidate_name,), (settings.candidate_name,)]

@@ -20,7 +20,7 @@ import pytest
 import tracegrad
 from support.engines.mock_engine import Answer, MockEngine
 from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
-from support.proxy.servers import EngineServer, serving
+from support.proxy.servers import EngineServer, eventually, serving
 from support.runner.anchored_agent import AnchoredAgent, call
 from support.runner.runner_proxy import runner_proxy
 from support.system import docker_engine
@@ -212,6 +212,16 @@ async def test_who_is_not_root_writes_only_its_own(
     assert (await run(sandbox, "touch /tmp/home/.config/more", tmp_path))[0].exit_code == 0
 
 
+@pytest.mark.parametrize("user", [None, "1000:1000"])
+async def test_an_agent_that_removed_its_folder_is_scored(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path, user: str | None
+) -> None:
+    sandbox = await backend.start(replace(spec, user=user, workdir="/tmp/a/work"))
+    assert (await run(sandbox, "rm -rf /tmp/a || rm -rf /tmp/a/work", tmp_path))[0].error is None
+    end, _ = await run(sandbox, "touch b && test -e a", tmp_path)
+    assert (end.exit_code, end.error) == (1, None)
+
+
 async def test_a_read_only_one_keeps_two_folders_writable(
     backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path
 ) -> None:
@@ -300,6 +310,20 @@ async def test_an_anchor_that_is_rolled_again_starts_from_its_containers_state(
         await pool.close()
     assert api.containers(all=True) == []
     assert len(api.images(quiet=True)) == images - 1
+
+
+async def test_what_an_image_keeps_in_volumes_is_in_no_snapshot(
+    backend: DockerSandboxes, api: docker.APIClient, spec: SandboxSpec
+) -> None:
+    """Silently, attempts would begin in another state than the prefix's."""
+    made = api.create_container(spec.image, ["true"])["Id"]
+    image = api.commit(made, changes=["VOLUME /data"])["Id"]
+    api.remove_container(made)
+    sandbox = await backend.start(replace(spec, image=image))
+    with pytest.raises(BrokenEnvironment, match="VOLUME: what is written to /data"):
+        await sandbox.snapshot()
+    await backend.close()
+    api.remove_image(image)
 
 
 # What is reached
@@ -570,6 +594,14 @@ async def test_a_container_that_is_lost_is_the_machines_doing(
     with pytest.raises(SandboxUnavailable, match="container"):
         await run(sandbox, "sleep 1000", tmp_path)
     assert not await sandbox.alive()
+    (tmp_path / "file").touch()
+    for next_one in (
+        run(sandbox, "true", tmp_path),
+        sandbox.upload(tmp_path / "file", "file"),
+        sandbox.download("file", tmp_path / "copy"),
+    ):
+        with pytest.raises(SandboxUnavailable, match="No such container"):
+            await next_one
     await sandbox.close()
 
 
@@ -713,3 +745,20 @@ def test_tracegrad_run_has_each_attempt_in_a_container_of_its_own(
     rows = [row for row in proxy.store.rollouts(limit=None) if row.task_id == "contained"]
     assert [(row.outcome, row.reward) for row in rows] == [("completed", 1.0)] * 3
     assert api.containers(all=True) == []
+
+
+@pytest.mark.parametrize("warm", ["0", "2"])
+def test_an_interrupt_does_not_wait_for_an_image(
+    engine: Engine, proxy: ProxyWithEngine, api: docker.APIClient, tmp_path: Path, warm: str
+) -> None:
+    """And the engine gives up the build that nobody listens to."""
+    image = engine.image()
+    (tmp_path / "Dockerfile").write_text(f"FROM {image}\nRUN sleep 100{warm}\n")
+    environ = {**os.environ, "TRACEGRAD_URL": proxy.url, "DOCKER_HOST": engine.url}
+    environ.pop("TRACEGRAD_API_KEY", None)
+    command = [sys.executable, "-m", "tracegrad", "run", "--build", ".", "--warm", warm]
+    with subprocess.Popen([*command, "--", "true"], cwd=tmp_path, env=environ) as running:
+        eventually(lambda: api.containers(), 60)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(120) == 130
+    eventually(lambda: api.containers(all=True) == [], 60)

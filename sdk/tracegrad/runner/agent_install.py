@@ -238,8 +238,7 @@ class _Commands:
             except subprocess.TimeoutExpired:
                 raise self._failed(f"not done in {TIMEOUT_S:.0f} s") from None
         if done.returncode != 0:
-            said = self.log.read_text(errors="replace").splitlines()
-            raise self._failed(next((line.strip() for line in reversed(said) if line.strip()), ""))
+            raise self._failed(why_failed(self.log.read_text(errors="replace")))
 
     def _failed(self, why: str) -> InstallFailed:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -252,3 +251,12 @@ class _Commands:
             f"{self.recipe.id} could not be installed: {why:.300}.{where} All that was said:"
             f" {self.log}"
         )
+
+
+def why_failed(said: str) -> str:
+    """Of an installer's output: its last line; of npm all that it calls an error, for its last line
+    only names a log."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    prefix = "npm error "
+    errors = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
+    return "npm: " + " ".join(errors) if errors else (lines or [""])[-1]

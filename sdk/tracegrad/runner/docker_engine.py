@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import docker
 import docker.utils
@@ -61,9 +63,36 @@ class DockerEngine:
         work = partial(_answered, partial(function, *args, **named))
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    async def call_long(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """As `call`, of what may take minutes. After a cancellation nobody waits for it, not even
+        at the process's end: the engine gives up what nobody listens to."""
+        work = partial(_answered, partial(function, *args, **named))
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def answered(settle: Callable[[Any], None], value: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: None if answer.done() else settle(value))
+
+        def run() -> None:
+            try:
+                found = work()
+            except Exception as error:
+                answered(answer.set_exception, error)
+            else:
+                answered(answer.set_result, found)
+
+        threading.Thread(target=run, name="tracegrad-docker-long", daemon=True).start()
+        return await answer
+
     def close(self) -> None:
         self._threads.shutdown(wait=False)
         self.api.close()
+
+
+def ping() -> None:
+    """Raises SandboxUnavailable."""
+    _client(None).close()
 
 
 def _client(url: str | None) -> docker.APIClient:
@@ -105,6 +134,11 @@ def explanation(error: APIError) -> str:
     words = error.explanation
     text = words.decode(errors="replace") if isinstance(words, bytes) else str(words or error)
     return " ".join(text.split())[:500]
+
+
+def is_lost(error: APIError) -> bool:
+    """Whether it is the container that is not there, and not what was asked of it."""
+    return isinstance(error, NotFound) and explanation(error).startswith("No such container")
 
 
 def gone(error: APIError) -> bool:

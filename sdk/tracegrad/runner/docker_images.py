@@ -132,7 +132,7 @@ class DockerImages:
     async def _ask_registry(self, name: str) -> None:
         repository, tag = docker.utils.parse_repository_tag(name)
         try:
-            await self._engine.call(
+            await self._engine.call_long(
                 _drained, self._engine.api.pull, repository, tag=tag or "latest"
             )
         except APIError as error:
@@ -151,7 +151,7 @@ class DockerImages:
     async def _build(self, folder: Path, name: str) -> None:
         log.info("building %s from %s", name, folder)
         try:
-            said = await self._engine.call(self._build_log, folder, name)
+            said = await self._engine.call_long(self._build_log, folder, name)
         except APIError as error:
             fix = "correct its Dockerfile"
             raise broken_or_unavailable(error, f"build of {folder}", fix) from None

@@ -90,6 +90,9 @@ class DockerSandbox:
         if self._spec.mirror is not None:
             environ = {MIRROR_VARIABLE: self.reachable(self._spec.mirror), **environ}
         async with self._one_at_a_time:
+            if not self._spec.read_only:  # else it is a volume
+                # An agent may have removed it, and is scored all the same.
+                await self._files.make(self.folder)
             return await run_in_container(
                 self._target,
                 command,
@@ -108,12 +111,16 @@ class DockerSandbox:
 
     async def snapshot(self) -> Snapshot:
         """As an image. Raises SandboxError."""
-        if self._spec.read_only:
-            raise BrokenEnvironment("read_only: what was written is in no image; leave it out")
+        engine = self._target.engine
         try:
-            made = await commit(
-                self._target.engine, self.container, self._image, self._snapshot_labels
-            )
+            found = await engine.call(engine.api.inspect_container, self.container)
+            if volumes := [each["Destination"] for each in found["Mounts"]]:
+                why = "read_only" if self._spec.read_only else "the image's VOLUME"
+                raise BrokenEnvironment(
+                    f"{why}: what is written to {', '.join(sorted(volumes))} is in no snapshot;"
+                    " leave it out"
+                )
+            made = await commit(engine, self.container, self._image, self._snapshot_labels)
         except APIError as error:
             raise SandboxUnavailable(f"no snapshot: {explanation(error)}") from None
         spec = replace(

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 
 from tracegrad.events import Outcome
-from tracegrad.intake_client import Intake, intake, use_place
+from tracegrad.intake_client import Intake, intake, read_intake, use_place
 from tracegrad.runner.attempt import Attempt, AttemptObserver
 from tracegrad.runner.scheduler import Scheduler, Ticket
+from tracegrad.transport import ProxyRefused, ProxyUnreachable
+
+log = logging.getLogger("tracegrad.runner")
 
 # Makes one attempt. A cancellation ends it as aborted, and is raised.
 Execute = Callable[[Ticket, AttemptObserver], Awaitable[Attempt]]
 
 # So long a proxy without a trainer is not asked again.
 _UNPACED_S = 5.0
+# A wait is said after so long, and no other one for a while.
+_SAY_AFTER_S, _SAY_AGAIN_S = 10.0, 60.0
 _CUT = "the attempts that its group needs had ended before it"
 
 
@@ -25,27 +31,44 @@ Pace = Callable[[], Awaitable[str | None]]
 
 
 class TrainerPace:
-    """By the trainer, where one runs (`/api/intake`).
+    """By the trainer, where one runs (`/api/intake`). `said`: gets a line about a long wait.
 
     Attributes:
         waited_s: in all.
         latest: the proxy's last answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, said: Callable[[str], object] = log.info) -> None:
         self.waited_s = 0.0
         self.latest: Intake | None = None
         self._ask_again = 0.0
+        self._said, self._say_again = said, 0.0
 
     async def __call__(self) -> str | None:
         """Raises ProxyRefused, ValueError."""
         known = self.latest is not None and not self.latest.paced
         if known and time.monotonic() < self._ask_again:
             return None
-        self.latest = await intake(1)
+        asking = asyncio.ensure_future(intake(1))
+        try:
+            await asyncio.wait({asking}, timeout=_SAY_AFTER_S)
+            if not asking.done():
+                await self._say()
+            self.latest = await asking
+        finally:
+            asking.cancel()
         self.waited_s += self.latest.waited_s
         self._ask_again = time.monotonic() + _UNPACED_S
         return self.latest.rollout_ids[0]
+
+    async def _say(self) -> None:
+        """Not of a proxy that is away: `intake` warns of that."""
+        if time.monotonic() < self._say_again:
+            return
+        with suppress(ProxyUnreachable, ProxyRefused):
+            if reason := (await asyncio.to_thread(read_intake)).reason:
+                self._say_again = time.monotonic() + _SAY_AGAIN_S
+                self._said(f"waiting for the trainer: {reason}")
 
 
 async def unpaced() -> None:

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from tracegrad.runner.sandbox import SandboxUnavailable
 
 _CONNECT_S = 10.0
+_joined: set[RayCluster] = set()  # they share the connection that the first of them made
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -30,7 +31,6 @@ class RayCluster:
     ) -> None:
         self._address, self._option, self._resources_option = address, option, resources_option
         self._ray: Any = None
-        self._joined = False  # here, and not by whoever calls us
 
     @property
     def ray(self) -> Any:
@@ -43,7 +43,9 @@ class RayCluster:
 
         Raises ValueError: no Ray, no cluster, or a proxy that the hosts do not reach.
         """
-        self._ray, self._joined = _connected(self._address, self._option)
+        self._ray, made = _connected(self._address, self._option)
+        if made or _joined:
+            _joined.add(self)
         _check_proxy(proxy, [node["NodeManagerAddress"] for node in self._nodes()])
 
     def room(self, demand: Mapping[str, float]) -> int:
@@ -55,9 +57,12 @@ class RayCluster:
         return found
 
     def leave(self) -> None:
-        """All that runs there for this process ends."""
-        if self._joined:
-            self._ray.shutdown()
+        """With the last run of this process that is there: all that runs for it ends. Where
+        somebody else joined, that one leaves, too."""
+        if self in _joined:
+            _joined.remove(self)
+            if not _joined:
+                self._ray.shutdown()
 
     @contextmanager
     def translated(self, host: str | None) -> Iterator[None]:

@@ -15,6 +15,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, count
 from pathlib import Path
@@ -31,7 +32,7 @@ FILE = "record.jsonl"
 
 
 class RecordError(ValueError):
-    """The run cannot be gone on with; the message says why."""
+    """The run cannot go on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +48,14 @@ class RunHeader:
 
 @dataclass(frozen=True, slots=True)
 class PastAttempt:
-    """One that ended in an earlier part of the run."""
+    """One that ended in an earlier part of the run. `version`: the policy's that was served when
+    it began; None: unknown."""
 
     ticket: Ticket
     rollout_id: str
     outcome: Outcome
     reward: float | None
+    version: int | None = None
 
 
 def new_run_folder(parent: Path) -> Path:
@@ -74,13 +77,15 @@ class RunRecord(RunObserver):
     Attributes:
         past: what has ended before.
         lost: rollouts that had begun and not ended when the runner was killed.
+        evaluations: that were made before.
     """
 
     def __init__(self, folder: Path, file: BinaryIO) -> None:
         self.folder = folder
         self.past: list[PastAttempt] = []
         self.lost: list[str] = []
-        self._file = file
+        self.evaluations: list[Mapping[str, Any]] = []
+        self._file, self._is_full = file, False
         self._groups: defaultdict[GroupKey, list[Outcome]] = defaultdict(list)
 
     @classmethod
@@ -90,21 +95,19 @@ class RunRecord(RunObserver):
         if resume != path.exists():
             fix = "name a run's folder" if resume else "it is a run's folder already: resume it"
             raise RecordError(f"{folder}: {fix}")
-        file = open_private(path, "ab")
+        record = cls(folder, open_private(path, "ab"))
         try:
-            _lock(folder, file)
-            lines = _whole_lines(path) if resume else []
+            _lock(folder, record._file)
             if resume:
+                lines = _whole_lines(path)
                 _check(folder, lines, header)
+                record._read(lines)
+                record._file.truncate(sum(len(line) + 1 for line in lines))
+            else:
+                record._write({"run": asdict(header)})
         except BaseException:
-            file.close()
+            record.close()
             raise
-        record = cls(folder, file)
-        if resume:
-            file.truncate(sum(len(line) + 1 for line in lines))
-            record._read(lines)
-        else:
-            record._write({"run": asdict(header)})
         return record
 
     def ended_of(self, key: GroupKey) -> Sequence[Outcome]:
@@ -117,27 +120,57 @@ class RunRecord(RunObserver):
         said = asdict(attempt) | {"logs": None}
         self._write({"ended": attempt.rollout_id, "ticket": _ticket_json(ticket), "attempt": said})
 
+    def served(self, version: int) -> None:
+        """What begins from now on begins with this policy version."""
+        self._write({"served": version})
+
+    def evaluated(self, evaluation: Mapping[str, Any]) -> None:
+        self._write({"evaluated": evaluation})
+
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what is left of a line is not read
+            self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        """Raises RecordError, once: its run ends then, and what ends with it is lost."""
+        if self._is_full:
+            return
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            self._is_full = True
+            said = f"{self.folder / FILE}: {error.strerror}: make room, and resume the run"
+            raise RecordError(said) from None
 
     def _read(self, lines: Iterable[bytes]) -> None:
-        begun: dict[str, Ticket] = {}
-        for line in lines:
-            said = json.loads(line)
-            if "begun" in said:
-                begun[said["begun"]] = _ticket(said["ticket"])
-            elif "ended" in said:
-                ticket, attempt = begun.pop(said["ended"]), said["attempt"]
-                outcome = Outcome(attempt["outcome"])
-                past = PastAttempt(ticket, said["ended"], outcome, attempt["reward"])
-                self.past.append(past)
+        """Raises RecordError."""
+        begun: dict[str, tuple[Ticket, int | None]] = {}
+        version: int | None = None
+        for number, line in enumerate(lines, 1):
+            try:
+                said = json.loads(line)
+                if "begun" in said:
+                    begun[said["begun"]] = _ticket(said["ticket"]), version
+                elif "ended" in said:
+                    (ticket, served), attempt = begun.pop(said["ended"]), said["attempt"]
+                    outcome = Outcome(attempt["outcome"])
+                    past = PastAttempt(ticket, said["ended"], outcome, attempt["reward"], served)
+                    self.past.append(past)
+                elif "served" in said:
+                    version = said["served"]
+                elif "evaluated" in said:
+                    self.evaluations.append(said["evaluated"])
+            except (ValueError, LookupError, TypeError):
+                raise RecordError(
+                    f"{self.folder / FILE}:{number}: no line of a record; begin a run of its own,"
+                    " or take the line out"
+                ) from None
         self.lost = [*begun]
-        self.past += [PastAttempt(of, name, Outcome.ABORTED, None) for name, of in begun.items()]
+        self.past += [
+            PastAttempt(ticket, name, Outcome.ABORTED, None) for name, (ticket, _) in begun.items()
+        ]
         for past in self.past:
             self._groups[past.ticket.group].append(past.outcome)
 
@@ -145,8 +178,14 @@ class RunRecord(RunObserver):
 def header_of(
     tasks: Sequence[Task], *, attempts: int, over_sample: int, epochs: int, held_out: bool
 ) -> RunHeader:
-    # What a task is, and not where its folders lie on this machine.
-    text = json.dumps([[task.id, task.prompt, task.command, task.agent] for task in tasks])
+    # What a task is, and not where its folders lie on this machine. Its reward, too: attempts of a
+    # group that are scored by two measures say nothing.
+    text = json.dumps(
+        [
+            [task.id, task.prompt, task.command, task.agent, task.reward, task.reward_source]
+            for task in tasks
+        ]
+    )
     return RunHeader(
         tasks=hashlib.sha256(text.encode()).hexdigest()[:16],
         attempts=attempts,

@@ -84,6 +84,14 @@ def check_docker(specs: Iterable[SandboxSpec]) -> None:
         raise ValueError("image and build need the docker package: pip install 'tracegrad[docker]'")
 
 
+def check_engine(specs: Iterable[SandboxSpec]) -> None:
+    """Raises SandboxUnavailable: a container is asked for, and no engine answers."""
+    if any(is_contained(spec) for spec in specs):
+        from tracegrad.runner.docker_engine import ping
+
+        ping()
+
+
 def container_backend(proxy: str, options: ContainerOptions) -> SandboxBackend:
     """Raises ValueError: no URL."""
     from tracegrad.runner.docker_backend import DockerSandboxes, DockerSettings

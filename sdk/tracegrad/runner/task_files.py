@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ from tracegrad.runner.sandbox import SandboxSpec
 from tracegrad.runner.task import RewardSource, Task
 
 MOST_SHOWN = 20  # wrong lines that are named
+_NO_JSON = "no JSON"
 
 
 class TaskFileError(ValueError):
@@ -75,6 +77,9 @@ _TRUTH = _Kind("true or false", lambda value: isinstance(value, bool))
 _SOURCE = _Kind(
     f"one of {', '.join(get_args(RewardSource))}", lambda value: value in get_args(RewardSource)
 )
+# What JSON can spell and no process, store or proxy takes. A command line may have bytes that are
+# no UTF-8, which are single surrogates here.
+_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 # Of a task's line. Paths are relative to the file's folder.
 _FIELDS: Mapping[str, _Kind] = {
     "id": _TEXT,
@@ -163,6 +168,8 @@ def _from_lines(path: Path, defaults: TaskDefaults) -> _Found:
             continue
         wrong += [f"{name}: {problem}" for problem in _problems(task)]
         found.append((name, task))
+    if wrong and not found and all(_NO_JSON in problem for problem in wrong):
+        wrong = [f"{wrong[0]}; a task is an object on one line, and before a command stands --"]
     return found, wrong
 
 
@@ -171,7 +178,7 @@ def _task_of_line(text: str, folder: Path, defaults: TaskDefaults) -> Task:
     try:
         said = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"no JSON: {error}") from None
+        raise ValueError(f"{_NO_JSON}: {error}") from None
     except RecursionError:
         raise ValueError("no JSON of a task: it is nested too deeply") from None
     if not isinstance(said, dict):
@@ -260,10 +267,35 @@ def _problems(task: Task) -> Iterator[str]:
     for name, folder in (("workspace", spec.workspace), ("build", spec.build)):
         if folder is not None and not folder.is_dir():
             yield f"{name}: {folder} is no folder"
-    for source in task.reward_uploads:
+    for source, target in task.reward_uploads.items():
         if not Path(source).exists():
             yield f"reward_uploads: there is no {source}"
+        if posixpath.basename(posixpath.normpath(target)) in ("", ".", ".."):
+            yield f"reward_uploads: {target!r} would be replaced as a whole: name what is in it"
+    yield from _text_problems(task)
     yield from _container_problems(task)
+
+
+def _text_problems(task: Task) -> Iterator[str]:
+    """What no process can be given."""
+    environs = {"environ": task.environ, "reward_environ": task.reward_environ}
+    texts: Mapping[str, Iterable[str]] = {
+        "id": [task.id],
+        "prompt": [task.prompt or ""],
+        "reward": [task.reward or ""],
+        "reward_file": [task.reward_file or ""],
+        "reward_uploads": task.reward_uploads.values(),
+        "tags": [*task.tags, *task.tags.values()],
+        **{name: [*values, *values.values()] for name, values in environs.items()},
+    }
+    for name, said in texts.items():
+        if wrong := [text for text in said if _NOT_TEXT.search(text)]:
+            yield f"{name}: {wrong[0]!r:.60} holds a zero character, or half of a surrogate pair"
+    if wrong := [word for word in task.command or () if "\0" in word]:
+        yield f"command: {wrong[0]!r:.60} holds a zero character"
+    for name, values in environs.items():
+        if wrong := [each for each in values if not each or "=" in each]:
+            yield f"{name}: {wrong[0]!r:.60} is no name of a variable"
 
 
 def _container_problems(task: Task) -> Iterator[str]:

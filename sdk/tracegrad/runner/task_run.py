@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,8 @@ from tracegrad.runner.sandbox import SandboxBackend
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits, StageTimeouts
 from tracegrad.runner.task import Task
+
+log = logging.getLogger("tracegrad.runner")
 
 # Sandboxes that start, or wait for an agent's place, beside the agents that run.
 MOST_AHEAD = 4
@@ -50,7 +53,8 @@ class RunSettings:
 
 
 class TaskRun:
-    """Tasks that are commands or agents' recipes. `record` None: nobody will go on with it."""
+    """Tasks that are commands or agents' recipes. `record` None: nobody will go on with it.
+    `said`: gets lines about what is waited for."""
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class TaskRun:
         prepare: Prepare | None = None,
         observer: RunObserver | None = None,
         echo: Callable[[bytes], object] | None = None,
+        said: Callable[[str], object] = log.info,
     ) -> None:
         self._tasks = {task.id: task for task in tasks}
         self._settings, self._backend, self._record = settings, backend, record
@@ -88,7 +93,7 @@ class TaskRun:
         )
         # The record before the others: they may fail.
         observers = [each for each in (record, observer) if each is not None]
-        pace: Pace = unpaced if settings.held_out else TrainerPace()
+        pace: Pace = unpaced if settings.held_out else TrainerPace(said)
         self._driver = Driver(
             self.scheduler, self._execute, pace=pace, observer=Observers(observers)
         )

@@ -8,12 +8,13 @@ import hashlib
 import json
 import logging
 import math
+import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -28,7 +29,7 @@ from tracegrad.runner.function_attempt import FunctionSettings, Reward, run_func
 from tracegrad.runner.function_call import Agent, FunctionCall, FunctionCaller, ThreadCaller
 from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
 from tracegrad.runner.ray_functions import RayFunctions
-from tracegrad.runner.run_record import PastAttempt, RunHeader, RunRecord, new_run_folder
+from tracegrad.runner.run_record import RunHeader, RunRecord, new_run_folder
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task_run import Observers, settle_lost
@@ -39,14 +40,20 @@ log = logging.getLogger("tracegrad.runner")
 _LOOK_S = 1.0  # between two looks at the policy version
 _SAY_S = 10.0
 _RECENT = 256  # rollouts of the mean that is said
+_MOST_FAILURES = 20  # kinds of them that are said
 PICTURE = "learning_curve.png"
+# Numbers by the least that they may be.
+_COUNTS: Mapping[int, Sequence[str]] = {
+    0: ("over_sample", "retries"),
+    1: ("attempts", "epochs", "steps", "eval_every", "eval_attempts", "patience", "concurrency"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """Held-out attempts. `version`: the policy's that was served when it began; None: unknown.
     `pass_at_k`: with `k` attempts; None: no task has as many with a reward. `reward`: the mean.
-    `rollouts`: that have one."""
+    `rollouts`: that have one, of `asked`."""
 
     version: int | None
     at_s: float
@@ -55,11 +62,13 @@ class Evaluation:
     k: int
     reward: float
     rollouts: int
+    asked: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """What a run came to.
+    """What a run came to, with its part before an interruption but for `outcomes`, `replaced`,
+    `cut` and `seconds`.
 
     Attributes:
         evaluations: in their order: before, every `eval_every` versions, after.
@@ -115,17 +124,24 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        for name in ("attempts", "epochs", "steps", "eval_every", "eval_attempts", "patience",
-                     "concurrency"):  # fmt: skip
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: {value} is not 1 or more")
-        if self.epochs > 1 and iter(self.train) is self.train:
+        for least, names in _COUNTS.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not _is_count(value, least):
+                    raise ValueError(f"{name}: {value!r:.60} is not {least} or more")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"timeout_s: {self.timeout_s} is not more than 0")
+        if _goes_by_once("val", self.val):
+            raise ValueError("val: an iterator goes by once, and is asked again; give a list")
+        if _goes_by_once("train", self.train) and self.epochs > 1:
             raise ValueError("epochs: train is an iterator, which goes by once; give a list")
-        if not self.val:
-            for name in ("eval_every", "stop_at", "patience"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}: needs held-out tasks; give val=")
+        for name in ("eval_every", "stop_at", "patience"):
+            if getattr(self, name) is None:
+                continue
+            if not self.val:
+                raise ValueError(f"{name}: needs held-out tasks; give val=")
+            if self.eval_every is None:
+                raise ValueError(f"{name}: needs evaluations meanwhile; give eval_every=")
         if self.resume is not None and self.folder is not None:
             raise ValueError("folder: resume names it already")
         if self.ray_resources and self.ray is None:
@@ -133,6 +149,24 @@ class TrainingSettings:
         for name, amount in self.ray_resources.items():
             if not 0 <= amount < math.inf:
                 raise ValueError(f"ray_resources: {name} = {amount} is not an amount")
+
+
+def _is_count(value: Any, least: int) -> bool:
+    try:
+        return operator.index(value) >= least
+    except TypeError:
+        return False
+
+
+def _goes_by_once(name: str, tasks: Any) -> bool:
+    """Raises ValueError: these are no tasks. A text is one letter after another."""
+    try:
+        found = iter(tasks)
+    except TypeError:
+        found = None
+    if found is None or isinstance(tasks, str | bytes):
+        raise ValueError(f"{name}: {tasks!r:.60} is no list of tasks")
+    return found is tasks
 
 
 class RunOptions(TypedDict, total=False):
@@ -213,13 +247,17 @@ def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(run_async(agent, **options))
-    raise RuntimeError("an event loop runs here: use `await tracegrad.run_async(...)`")
+        pass  # what is raised below has nothing to do with this one
+    else:
+        raise RuntimeError("an event loop runs here: use `await tracegrad.run_async(...)`")
+    return asyncio.run(run_async(agent, **options))
 
 
 async def run_async(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
     """As `run`, where an event loop runs."""
     settings = TrainingSettings(**options)
+    if not callable(agent):
+        raise ValueError(f"agent: {agent!r:.60} is no function")
     function = FunctionCall(
         agent=agent, timeout_s=settings.timeout_s, infra_errors=settings.infra_errors
     )
@@ -272,10 +310,13 @@ class _TrainingRun:
             error_reward=settings.error_reward,
             tags=settings.tags,
         )
+        self._val = self._held_out_tasks()
         self._held_out = replace(self._training, held_out=True, tags={"split": "held_out"})
-        self._pace = TrainerPace()
+        self._pace = TrainerPace(said=settings.said)
+        self._failures = _Failures(settings.said)
         self._view: IntakeView | None = None
         self._evaluations: list[Evaluation] = []
+        self._evaluated_at: int | None = None  # the version of the latest evaluation
         self._ended_by = "tasks"
 
     async def run(self) -> RunReport:
@@ -284,7 +325,8 @@ class _TrainingRun:
         attempts = settings.attempts or view.attempts or 1
         record = self._open_record(attempts)
         settle_lost(record.lost)
-        curve = _Curve(record.past, lambda: self._version)
+        self._evaluations = [Evaluation(**made) for made in record.evaluations]
+        curve = _Curve(record, lambda: self._version)
         scheduler = Scheduler(
             self._plans(record),
             SchedulerSettings(
@@ -299,17 +341,23 @@ class _TrainingRun:
             scheduler,
             self._train_one,
             pace=self._pace,
-            observer=Observers([record, curve, _Forgotten(self._tasks, scheduler)]),
+            # The curve before the record: a line with the version goes before what begins with it.
+            observer=Observers([curve, record, self._failures, _Forgotten(self._tasks, scheduler)]),
         )
         try:
-            await self._evaluate()
+            await self._evaluate(record)
+            if (why := self._enough()) is not None:
+                self._end(driver, why)
             async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(driver, curve))
+                watching = group.create_task(self._watch(driver, curve, record))
                 await driver.run()
                 watching.cancel()
-            last = self._evaluations[-1].version if self._evaluations else None
-            if last is None or last != (await self._look()).version:
-                await self._evaluate()
+            settings.said(curve.line(self._version))
+            if self._evaluated_at is None or self._evaluated_at != (await self._look()).version:
+                await self._evaluate(record)
+        except asyncio.CancelledError:
+            settings.said(f"interrupted; go on with resume={str(record.folder)!r}")
+            raise
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -344,35 +392,45 @@ class _TrainingRun:
                 self._tasks[key] = task
                 yield GroupPlan(key, record.ended_of(key))
 
+    def _held_out_tasks(self) -> dict[GroupKey, Any]:
+        """Raises ValueError."""
+        found: dict[GroupKey, Any] = {}
+        for task in self._settings.val:
+            key = GroupKey(0, self._task_id(task))
+            if key in found:
+                raise ValueError(f"val: two tasks have the id {key.task_id!r:.60}")
+            found[key] = task
+        return found
+
     def _task_id(self, task: Any) -> str:
         named = self._settings.task_id
         return task_id_of(task) if named is None else named(task)
 
-    async def _watch(self, driver: Driver, curve: _Curve) -> None:
+    async def _watch(self, driver: Driver, curve: _Curve, record: RunRecord) -> None:
         """Evaluates when it is due, and ends the run when it is enough."""
         settings, first = self._settings, self._version
         said_at = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_S)
             version = (await self._look()).version
+            if time.monotonic() - said_at >= _SAY_S:
+                said_at = time.monotonic()
+                settings.said(curve.line(version))
             if version is None:
                 continue
             first = version if first is None else first
             if settings.steps is not None and version - first >= settings.steps:
                 self._end(driver, "steps")
                 return
-            last = self._evaluations[-1].version if self._evaluations else None
+            last = self._evaluated_at
             due = settings.eval_every is not None and (
                 last is None or version - last >= settings.eval_every
             )
             if due:
-                await self._evaluate()
+                await self._evaluate(record)
                 if (why := self._enough()) is not None:
                     self._end(driver, why)
                     return
-            if time.monotonic() - said_at >= _SAY_S:
-                said_at = time.monotonic()
-                settings.said(curve.line(version))
 
     def _end(self, driver: Driver, why: str) -> None:
         self._ended_by = why
@@ -380,6 +438,8 @@ class _TrainingRun:
 
     def _enough(self) -> str | None:
         settings, made = self._settings, self._evaluations
+        if not made:
+            return None
         if settings.stop_at is not None and made[-1].pass_at_1 >= settings.stop_at:
             return "stop_at"
         if settings.patience is not None and len(made) > settings.patience:
@@ -394,7 +454,10 @@ class _TrainingRun:
             self._view = await asyncio.to_thread(read_intake)
         except ProxyUnreachable as error:
             if self._view is None:
-                raise
+                raise ProxyUnreachable(
+                    f"no proxy at {proxy_url()}: {error}; start `trainer serve` or `tracegrad"
+                    " proxy`, or set TRACEGRAD_URL"
+                ) from None
             log.warning("the policy version is not known: %s", error)
         return self._view
 
@@ -402,21 +465,20 @@ class _TrainingRun:
     def _version(self) -> int | None:
         return None if self._view is None else self._view.version
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, record: RunRecord) -> None:
         settings = self._settings
-        if not settings.val:
+        if not self._val:
             return
         began = time.monotonic() - self._began
-        version = (await self._look()).version
-        tasks = {GroupKey(0, self._task_id(task)): task for task in settings.val}
+        version = self._evaluated_at = (await self._look()).version
         rewards = _Rewards()
 
         async def execute(ticket: Ticket, observer: AttemptObserver) -> Attempt:
-            task = tasks[ticket.group]
+            task = self._val[ticket.group]
             return await run_function(task, ticket.group.task_id, self._held_out, observer)
 
         scheduler = Scheduler(
-            [GroupPlan(key) for key in tasks],
+            [GroupPlan(key) for key in self._val],
             SchedulerSettings(
                 attempts=settings.eval_attempts,
                 agents=settings.concurrency,
@@ -424,12 +486,14 @@ class _TrainingRun:
                 retries=settings.retries,
             ),
         )
-        await Driver(scheduler, execute, pace=unpaced, observer=rewards).run()
-        found = rewards.evaluation(version, began, settings.eval_attempts)
+        observer = Observers([rewards, self._failures])
+        await Driver(scheduler, execute, pace=unpaced, observer=observer).run()
+        found = rewards.evaluation(version, began, settings.eval_attempts, len(self._val))
         if found is None:
             settings.said("held-out: no attempt has a reward")
             return
         self._evaluations.append(found)
+        record.evaluated(asdict(found))
         settings.said(_evaluation_line(found))
 
     def _report(self, scheduler: Scheduler, curve: _Curve, record: RunRecord) -> RunReport:
@@ -459,23 +523,31 @@ class _TrainingRun:
 class _Curve(RunObserver):
     """Training rewards by the version that was served when their attempts began."""
 
-    def __init__(self, past: Sequence[PastAttempt], version: Callable[[], int | None]) -> None:
-        self._version = version
+    def __init__(self, record: RunRecord, version: Callable[[], int | None]) -> None:
+        self._record, self._version = record, version
+        self._served: int | None = None  # as the record says
         self._began: dict[Ticket, int | None] = {}
         self._rewards: defaultdict[int, list[float]] = defaultdict(list)
-        self._known: list[float] = [one.reward for one in past if one.reward is not None]
+        self._known: list[float] = []
+        for one in record.past:
+            self._add(one.version, one.reward)
         self._before, self._since = len(self._known), time.monotonic()
 
     def begun(self, ticket: Ticket, rollout_id: str) -> None:
-        self._began[ticket] = self._version()
+        version = self._began[ticket] = self._version()
+        if version is not None and version != self._served:
+            self._served = version
+            self._record.served(version)
 
     def ended(self, ticket: Ticket, attempt: Attempt) -> None:
-        version = self._began.pop(ticket, None)
-        if attempt.reward is None:
+        self._add(self._began.pop(ticket, None), attempt.reward)
+
+    def _add(self, version: int | None, reward: float | None) -> None:
+        if reward is None:
             return
-        self._known.append(attempt.reward)
+        self._known.append(reward)
         if version is not None:
-            self._rewards[version].append(attempt.reward)
+            self._rewards[version].append(reward)
 
     def points(self) -> list[CurvePoint]:
         return [
@@ -484,13 +556,33 @@ class _Curve(RunObserver):
         ]
 
     def line(self, version: int | None) -> str:
+        served = "" if version is None else f"version {version}: "
         recent = self._known[-_RECENT:]
-        mean = f"{sum(recent) / len(recent):.2f}" if recent else "unknown"
-        per_minute = 60 * (len(self._known) - self._before) / (time.monotonic() - self._since)
+        if not recent:
+            return f"{served}no training rollout has a reward"
+        passed_s = max(1e-3, time.monotonic() - self._since)
+        per_minute = 60 * (len(self._known) - self._before) / passed_s
         return (
-            f"version {version}: {len(self._known)} training rollouts, {per_minute:.0f}/min, "
-            f"mean reward of the last {len(recent)}: {mean}"
+            f"{served}{len(self._known)} training rollouts, {per_minute:.0f}/min, "
+            f"mean reward of the last {len(recent)}: {sum(recent) / len(recent):.2f}"
         )
+
+
+class _Failures(RunObserver):
+    """Says the first of each kind: nobody else does while a run goes on."""
+
+    def __init__(self, said: Callable[[str], object]) -> None:
+        self._said = said
+        self._known: set[tuple[Outcome, str]] = set()
+
+    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
+        outcome, reason = attempt.outcome, attempt.reason or ""
+        if outcome in (Outcome.COMPLETED, Outcome.BUDGET, Outcome.ABORTED):
+            return
+        kind = outcome, reason.partition(":")[0]
+        if kind not in self._known and len(self._known) < _MOST_FAILURES:
+            self._known.add(kind)
+            self._said(f"{outcome} at {attempt.task_id:.60}, {attempt.rollout_id}: {reason:.300}")
 
 
 class _Rewards(RunObserver):
@@ -503,7 +595,7 @@ class _Rewards(RunObserver):
         if attempt.reward is not None:
             self._rewards[ticket.group].append(attempt.reward)
 
-    def evaluation(self, version: int | None, at_s: float, k: int) -> Evaluation | None:
+    def evaluation(self, version: int | None, at_s: float, k: int, tasks: int) -> Evaluation | None:
         """None: nothing has a reward."""
         known = [reward for rewards in self._rewards.values() for reward in rewards]
         if not known:
@@ -516,6 +608,7 @@ class _Rewards(RunObserver):
             k=k,
             reward=sum(known) / len(known),
             rollouts=len(known),
+            asked=k * tasks,
         )
 
 
@@ -550,4 +643,8 @@ def _evaluation_line(made: Evaluation) -> str:
     more = ""
     if made.k > 1 and made.pass_at_k is not None:
         more = f", pass@{made.k} {made.pass_at_k:.3f}"
-    return f"held-out{version}: pass@1 {made.pass_at_1:.3f}{more} of {made.rollouts} rollouts"
+    missing = made.asked - made.rollouts
+    unknown = f"; {missing} more have no reward" if missing else ""
+    return (
+        f"held-out{version}: pass@1 {made.pass_at_1:.3f}{more} of {made.rollouts} rollouts{unknown}"
+    )

@@ -67,6 +67,7 @@ class WarmPool:
             comes_back=lambda spec: spec.resettable,
         )
         self._working: set[asyncio.Task[None]] = set()
+        self._starting: set[asyncio.Task[None]] = set()  # of them
         self._ticking: asyncio.Task[None] | None = None
 
     def ready(self, spec: SandboxSpec) -> int:
@@ -92,6 +93,8 @@ class WarmPool:
         self._do(self._state.drained(SandboxUnavailable("the runner ends")))
         if self._ticking is not None:
             self._ticking.cancel()
+        for starting in self._starting:  # an image may be built for it, which takes its time
+            starting.cancel()
         while self._working:
             await asyncio.wait(self._working)
         await self._backend.close()
@@ -136,7 +139,9 @@ class WarmPool:
         for action in actions:
             match action:
                 case Start(spec):
-                    self._spawn(self._start(spec))
+                    starting = self._spawn(self._start(spec))
+                    self._starting.add(starting)
+                    starting.add_done_callback(self._starting.discard)
                 case Hand(ticket, sandbox):
                     if ticket.done():  # cancelled at this moment
                         self._spawn(sandbox.destroy())
@@ -161,10 +166,11 @@ class WarmPool:
             await asyncio.sleep(_TICK_S)
             self._do(self._state.time(time.monotonic()))
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._working.discard(task)

@@ -56,6 +56,8 @@ def test_by_task_agent_and_tag(tried: str) -> None:
 def test_filters_and_another_threshold(tried: str) -> None:
     [row] = printed_json(tried, "pass", "--tag", "split=test", "--min-version", "2")
     assert row["attempts"] == 4
+    [row] = printed_json(tried, "pass", "--tag", "split=test", "--by", "tag:split")
+    assert row["tag:split"] == "test"
     newer, _ = printed_json(tried, "pass", "--success", "2")
     assert (newer["successes"], newer["tokens_per_success"]) == (0, None)
     text = printed(tried, "pass", "--by", "task", "--limit", "1")

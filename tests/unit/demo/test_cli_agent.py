@@ -13,6 +13,7 @@ import pytest
 from examples.cli_agent import __main__ as cli
 from examples.cli_agent import sandboxes, tasks, warm_start
 from examples.shop.rollouts import Score
+from examples.shop.screen import Screen
 
 from tracegrad.runner.recipe_files import find_recipe
 
@@ -116,3 +117,12 @@ def test_what_a_run_must_do(variant: cli.Variant, after: int, wrong: str | None)
 def test_the_short_form_does_not_ask_how_far_it_rose() -> None:
     (seed,) = cli.variants(cli.SHORT)
     assert cli.verdict(seed, cli.SHORT.required, Score(3, 6), Score(0, 6)) is None
+
+
+def test_without_an_engine_it_is_said_before_anything_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setattr(sandboxes, "install_agent", lambda recipe: pytest.fail("installed"))
+    with pytest.raises(sandboxes.Unusable, match="no Docker engine at unix:///nowhere"):
+        sandboxes.install(Screen(), sandboxes.spec_of(local=False, image="a"))

@@ -14,7 +14,13 @@ import pytest
 
 from support.proxy.servers import eventually
 from tracegrad.runner import agent_install
-from tracegrad.runner.agent_install import InstallFailed, agents_cache, found_agent, install_agent
+from tracegrad.runner.agent_install import (
+    InstallFailed,
+    agents_cache,
+    found_agent,
+    install_agent,
+    why_failed,
+)
 from tracegrad.runner.recipe import Recipe
 
 TOY = Recipe(
@@ -114,6 +120,23 @@ def test_a_command_that_takes_too_long_is_ended(
     monkeypatch.setattr(agent_install, "TIMEOUT_S", 0.2)
     with pytest.raises(InstallFailed, match=r"not done in 0 s"):
         install_agent(replace(TOY, shell=("exec sleep 600",)), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("working\nERROR: no such version\n\n", "ERROR: no such version"),
+        (
+            "npm error code ETARGET\nnpm error notarget No matching version found for a@9.\n"
+            "npm error A complete log of this run can be found in: /tmp/x.log\n",
+            "npm: code ETARGET notarget No matching version found for a@9. A complete log of this"
+            " run can be found in: /tmp/x.log",
+        ),
+        ("", ""),
+    ],
+)
+def test_what_an_installer_says_of_its_failure(said: str, why: str) -> None:
+    assert why_failed(said) == why
 
 
 def test_a_full_or_forbidden_cache_is_told(tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ class KeptFolder:
 
 
 class KeptFolders:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, kind: type[KeptFolder] = KeptFolder) -> None:
+        self.folder, self._kind = folder, kind
         self.kept: list[Path] = []
         self._local = LocalSandboxes()
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        found: Any = KeptFolder(await self._local.start(spec), self)
+        found: Any = self._kind(await self._local.start(spec), self)
         return found
 
     async def close(self) -> None:
@@ -131,6 +131,20 @@ async def test_a_group_waits_for_the_one_that_replays(
     await backend.close()
 
 
+async def test_what_cannot_be_kept_is_replayed(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    class HasVolumes(KeptFolder):
+        async def snapshot(self) -> Snapshot:
+            raise BrokenEnvironment("its volumes are in no snapshot")
+
+    agent, backend = AnchoredAgent(), KeptFolders(tmp_path, HasVolumes)
+    sandboxes = AnchoredSandboxes(backend, agent.act)
+    await demonstrate(proxy, sandboxes, agent)
+    for _ in range(2):
+        assert (await roll(sandboxes, agent))[0] == 2
+    assert agent.ran == ["echo 1 >> log", "echo 2 >> log; cat log"] * 2
+    await backend.close()
+
+
 async def test_without_snapshots_each_replays_and_only_so_many_are_kept(
     proxy: ProxyWithEngine, tmp_path: Path
 ) -> None:
@@ -168,10 +182,17 @@ async def test_another_state_than_the_demonstrations_is_the_environments_doing(
 
     with pytest.raises(SandboxUnavailable):
         await roll(AnchoredSandboxes(backend, lost), agent)
+
+    async def fails(sandbox: Sandbox, reply: Any) -> Any:
+        raise KeyError("tool_calls")
+
+    with pytest.raises(BrokenEnvironment, match="the replay failed: KeyError"):
+        await roll(AnchoredSandboxes(backend, fails), agent)
     await asyncio.to_thread(tracegrad.flush)
     rows = proxy.store.rollouts(limit=None)
     assert sorted((str(row.outcome), row.reward) for row in rows) == [
         ("completed", 1.0),
+        ("env_error", None),
         ("env_error", None),
         ("infra_error", None),
     ]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from tracegrad.events import Outcome
+from tracegrad.intake_client import Intake, IntakeView
+from tracegrad.runner import driver as driver_module
 from tracegrad.runner.attempt import Attempt, AttemptObserver
-from tracegrad.runner.driver import Driver, RunObserver, unpaced
+from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 
 
@@ -148,6 +150,30 @@ async def test_a_stop_ends_the_run_also_while_it_waits_for_the_trainer() -> None
     await running
     assert [one.reason for one in seen.attempts] == ["enough"] * 2
     assert some.scheduler.is_done
+
+
+async def test_a_long_wait_for_the_trainer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would be on the screen, and nobody knew why."""
+    room, said = asyncio.Event(), list[str]()
+    was_said = asyncio.Event()
+
+    async def intake(rollouts: int) -> Intake:
+        await room.wait()
+        return Intake(rollouts, 1.0, True, 3, ("r",))
+
+    def hear(line: str) -> None:
+        said.append(line)
+        was_said.set()
+
+    view = IntakeView(True, 2, 3, "2 of 2 groups wait to be trained")
+    monkeypatch.setattr(driver_module, "intake", intake)
+    monkeypatch.setattr(driver_module, "read_intake", lambda: view)
+    monkeypatch.setattr(driver_module, "_SAY_AFTER_S", 0.01)
+    asking = asyncio.ensure_future(TrainerPace(hear)())
+    await was_said.wait()
+    room.set()
+    assert await asking == "r"
+    assert said == ["waiting for the trainer: 2 of 2 groups wait to be trained"]
 
 
 async def test_what_the_pace_raises_ends_the_run() -> None:

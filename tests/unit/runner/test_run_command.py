@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,13 @@ def test_what_an_agent_opens_itself_is_held_out_with_it(
     assert {row.held_out for row in rows} == {True}
 
 
+def test_what_an_agent_prints_does_not_drive_the_terminal(proxy: ProxyWithEngine) -> None:
+    command = ["sh", "-c", r"printf 'no\033]0;title\007 tool\rcompleted\n'; exit 3"]
+    result = run("-n", "2", "--", *command)
+    assert "exit code 3: no\ufffd]0;title\ufffd tool" in result.stdout
+    assert {"\033", "\007", "\r"}.isdisjoint(result.stdout)
+
+
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
     result = run("--reward", "echo no verifier; exit 7", "--", *ASK)
     assert "reward: the command ended with exit code 7" in result.stdout
@@ -119,6 +127,40 @@ def test_without_a_proxy_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert not Path("ran").exists()
 
 
+def test_an_address_that_is_not_the_proxys_is_said(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_URL", proxy.engine_url)
+    result = run("--", "true")
+    assert result.exit_code == 2
+    assert f"{proxy.engine_url} has no /api/events: it is no tracegrad proxy" in result.stderr
+
+
+def test_without_an_engine_no_container_is_tried(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each attempt would fail, be made again, and be kept as a rollout."""
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    result = run("--image", "a", "--", "true")
+    assert result.exit_code == 3
+    assert "no Docker engine at unix:///nowhere/docker.sock: start one" in result.stderr
+    assert proxy.store.rollouts(limit=None) == []
+
+
+def test_a_folder_that_does_not_come_is_no_timeout(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    result = run("--workspace", ".", "--", "true")
+    assert "infra_error" in result.stdout
+    assert result.exit_code == 127
+
+
+def test_no_bound_of_the_time_is_none(proxy: ProxyWithEngine) -> None:
+    result = run("--timeout", "0", "--", *ASK)
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -126,6 +168,9 @@ def test_without_a_proxy_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path:
         (["--reward-from", "stdout", "--", "true"], "--reward-from"),
         (["-n", "0", "--", "true"], "-n"),
         ([], "CMD"),
+        (["python", "agent.py", "-v"], "-v"),
+        (["python", "agent.py"], "TASKS: python, and agent.py, too; put -- before a command"),
+        (["--reward-from", "last_line", "--", "true"], "--reward-from: there is no --reward"),
     ],
 )
 def test_wrong_use_names_the_option(arguments: list[str], named: str) -> None:
@@ -134,16 +179,18 @@ def test_wrong_use_names_the_option(arguments: list[str], named: str) -> None:
     assert named in result.stderr
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_agents_and_aborts_their_rollouts(
-    proxy: ProxyWithEngine, tmp_path: Path
+    proxy: ProxyWithEngine, tmp_path: Path, how: signal.Signals
 ) -> None:
+    """SIGHUP: as where the terminal is closed, or its connection lost."""
     command = [sys.executable, "-m", "tracegrad", "run", "-n", "2", "--"]
     command += ["sh", "-c", "echo $$ >> pids; sleep 1000"]
     env = {**os.environ, "TRACEGRAD_URL": proxy.url}
     with subprocess.Popen(command, env=env) as process:
         pids = Path("pids")
         eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2, 60)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         assert process.wait(60) == 130
     assert {row.outcome for row in rollouts(proxy, 2)} == {"aborted"}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import Counter
@@ -17,10 +18,11 @@ import tracegrad
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
 from support.runner.ray_cluster import ray_cluster
+from support.runner.runner_proxy import runner_proxy
 from tracegrad.events import Outcome
 from tracegrad.store import RolloutSummary
 
-Agent = Callable[..., Any]
+KEY = "0123456789abcdef" * 2
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +110,20 @@ def test_a_host_lost_in_the_middle_costs_its_attempts_and_they_are_made_again(
     assert scored_in == {here}
 
 
+@pytest.fixture
+def closed_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyWithEngine]:
+    """It wants a key, of which hosts know only what they are sent."""
+    with runner_proxy(tmp_path, monkeypatch, admin_key=KEY) as found:
+        monkeypatch.setenv("TRACEGRAD_API_KEY", KEY)
+        yield found
+
+
 def test_what_is_said_of_a_rollout_there_is_said_of_it_here(
-    cluster: Any, proxy: ProxyWithEngine
+    cluster: Any, closed_proxy: ProxyWithEngine
 ) -> None:
-    """Rewards, an end, what it opens inside, and whose span its calls are under; how what it raised
-    is told apart, also where the exception itself could not be sent."""
+    """Rewards, an end, what it opens inside, and its spans; how what it raised is told apart, also
+    where the exception itself could not be sent."""
+    proxy = closed_proxy
     ask = asks()
 
     async def solve(task: dict[str, str], rollout: tracegrad.Rollout) -> Any:
@@ -175,6 +186,31 @@ def test_what_is_said_of_a_rollout_there_is_said_of_it_here(
     of_agent, of_tool = proxy.store.spans(found["raises"].rollout_id)
     assert (of_agent.name, of_tool.name, of_tool.status) == ("solve", "tool", "error")
     assert of_tool.parent_span_id == of_agent.span_id
+
+
+async def test_two_runs_of_a_process_share_the_cluster(
+    cluster: Any, proxy: ProxyWithEngine, tmp_path: Path
+) -> None:
+    """The one that joined it first is through first."""
+    gate = tmp_path / "gate"
+
+    def first(task: Any) -> float:
+        return 1.0
+
+    def second(task: Any) -> float:
+        import time
+
+        while not gate.exists():
+            time.sleep(0.05)
+        return 0.5
+
+    async def run(agent: Callable[[Any], float]) -> tracegrad.RunReport:
+        return await tracegrad.run_async(agent, train=[{"id": "a"}], ray=cluster.address)
+
+    shorter, longer = asyncio.create_task(run(first)), asyncio.create_task(run(second))
+    assert (await shorter).groups == 1
+    gate.touch()
+    assert (await longer).replaced == 0
 
 
 def test_an_agent_out_of_time_is_ended_with_its_process(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,6 +71,22 @@ def test_it_may_end_at_any_byte(tmp_path: Path) -> None:
         RunRecord.open(folder, HEADER, resume=True).close()
 
 
+def test_a_full_disk_ends_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    record = RunRecord.open(tmp_path, HEADER)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        with pytest.raises(RecordError, match="No space left on device: make room, and resume"):
+            record.begun(Ticket(A, 0), "r0")
+        record.ended(Ticket(A, 0), attempt("r0"))  # what ends with it
+    record.close()
+    RunRecord.open(tmp_path, HEADER, resume=True).close()
+
+
 def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     written(tmp_path)
     with pytest.raises(RecordError, match="attempts was 2 and is 3 now"):
@@ -80,6 +98,29 @@ def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("no record\n")
     with pytest.raises(RecordError, match="does not begin with a run"):
         RunRecord.open(tmp_path, HEADER, resume=True)
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    lines = written(tmp_path).splitlines(keepends=True)
+    for line in (b"garbage\n", b'{"ended": "never begun", "attempt": {}}\n', b"7\n"):
+        (tmp_path / FILE).write_bytes(b"".join([*lines[:2], line, *lines[2:]]))
+        with pytest.raises(RecordError, match=f"{FILE}:3: no line of a record"):
+            RunRecord.open(tmp_path, HEADER, resume=True)
+
+
+def test_versions_and_evaluations_are_kept(tmp_path: Path) -> None:
+    record = RunRecord.open(tmp_path, HEADER)
+    record.begun(Ticket(A, 0), "r0")
+    record.served(3)
+    record.begun(Ticket(A, 1), "r1")
+    record.evaluated({"version": 3})
+    for number in (0, 1):
+        record.ended(Ticket(A, number), attempt(f"r{number}"))
+    record.close()
+    again = RunRecord.open(tmp_path, HEADER, resume=True)
+    assert [(one.rollout_id, one.version) for one in again.past] == [("r0", None), ("r1", 3)]
+    assert again.evaluations == [{"version": 3}]
+    again.close()
 
 
 def test_of_two_that_go_on_with_a_run_one_is_refused(tmp_path: Path) -> None:

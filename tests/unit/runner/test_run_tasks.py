@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def test_an_interrupted_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_pat
     gate.touch()
     result = run(path, "--concurrency", "3", "--resume", str(record.parent))
     assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[:2]] == ["2/3", "3/3"]
     rows = Counter((row.task_id, str(row.outcome)) for row in ended(proxy, 5))
     assert rows == {(str(n), "completed"): 1 for n in (1, 2, 3)} | {
         (str(n), "aborted"): 1 for n in (2, 3)
@@ -159,6 +161,9 @@ def test_an_interrupted_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_pat
     other = run(path, "-n", "2", "--resume", str(record.parent))
     assert other.exit_code == 2
     assert "attempts was 1 and is 2 now" in other.stderr
+    other = run(path, "--reward", "true", "--resume", str(record.parent))
+    assert other.exit_code == 2
+    assert re.search("tasks was .* and is .* now", other.stderr)
 
 
 @pytest.mark.parametrize(

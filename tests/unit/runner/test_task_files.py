@@ -92,6 +92,19 @@ def test_the_command_line_fills_in_what_lines_do_not_say(tmp_path: Path) -> None
             {"command": ["x"], "reward": "y", "reward_uploads": {"tasks.jsonl": "../x"}},
             "leads out of the attempt's folder",
         ),
+        ({"id": "a\0b", "command": ["x"]}, r"id: 'a\x00b' holds a zero character"),
+        ({"prompt": "\ud800", "command": ["x"]}, "half of a surrogate pair"),
+        ({"command": ["x", "\0"]}, r"command: '\x00' holds a zero character"),
+        ({"command": ["x"], "environ": {"A=B": "x"}}, "environ: 'A=B' is no name of a variable"),
+        ({"command": ["x"], "environ": {"": "x"}}, "environ: '' is no name of a variable"),
+        ({"command": ["x"], "environ": {"A": "\0"}}, r"environ: '\x00' holds a zero character"),
+        *(
+            (
+                {"command": ["x"], "image": "i", "reward": "y", "reward_uploads": {".": target}},
+                f"reward_uploads: '{target}' would be replaced as a whole",
+            )
+            for target in ("/", ".", "", "a/..", "/a/../..")
+        ),
     ],
 )
 def test_each_wrong_line_is_named_with_its_number_and_field(
@@ -110,6 +123,13 @@ def test_two_tasks_of_one_id_are_named(tmp_path: Path) -> None:
     path = written(tmp_path, {"id": "a", "command": ["x"]}, {"id": "a", "command": ["y"]})
     with pytest.raises(TaskFileError, match=f"{path}:2: id: 'a' is the id of {path}:1, too"):
         load_tasks(path)
+
+
+def test_a_file_of_something_else_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("import os\nprint(os)\n")
+    with pytest.raises(TaskFileError, match=r"before a command stands --$") as raised:
+        load_tasks(tmp_path / "agent.py")
+    assert "\n" not in str(raised.value)
 
 
 def test_many_wrong_lines_are_counted(tmp_path: Path) -> None:

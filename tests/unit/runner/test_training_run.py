@@ -213,6 +213,90 @@ def test_it_ends_when_held_out_tasks_say_so(
     assert [one.version for one in report.evaluations] == [*range(evaluations)]
 
 
+def test_held_out_tasks_that_succeed_at_once_need_no_training(
+    proxy: ProxyWithEngine, versions: Callable[[int], None]
+) -> None:
+    report = tracegrad.run(
+        lambda task: 1.0, train=TASKS, val=TASKS, eval_every=1, stop_at=0.9, said=lambda _: None
+    )
+    assert (report.ended_by, report.outcomes) == ("stop_at", {})
+    assert [one.version for one in report.evaluations] == [0]
+
+
+def test_evaluations_without_a_reward_end_nothing_and_are_said(
+    proxy: ProxyWithEngine, versions: Callable[[int], None]
+) -> None:
+    said: list[str] = []
+
+    def solve(task: dict[str, str]) -> float:
+        if task["id"] in "abc":
+            raise LookupError("no such tool")
+        versions(1 + int(task["id"]) // 8)
+        return 1.0
+
+    endless = ({"id": str(n)} for n in count())
+    tracegrad.run(
+        solve, train=endless, val=TASKS, eval_every=1, stop_at=0.9, steps=3, retries=0,
+        concurrency=4, said=said.append,
+    )  # fmt: skip
+    assert said.count("held-out: no attempt has a reward") >= 2
+    (failure,) = [line for line in said if "no such tool" in line]
+    assert failure.startswith("env_error at ")
+    assert failure.endswith(": LookupError: no such tool (before any LLM call)")
+    assert "training rollouts" in said[-2]
+
+
+def test_what_has_no_reward_is_said_beside_pass_at_1(proxy: ProxyWithEngine) -> None:
+    said: list[str] = []
+
+    def solve(task: dict[str, str]) -> float:
+        if task["id"] == "b":
+            raise LookupError("no such tool")
+        return 1.0
+
+    report = tracegrad.run(solve, val=TASKS, eval_attempts=2, retries=0, said=said.append)
+    assert [(one.rollouts, one.asked) for one in report.evaluations] == [(4, 6)] * 2
+    assert said[-1] == "held-out: pass@1 1.000, pass@2 1.000 of 4 rollouts; 2 more have no reward"
+
+
+async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
+    proxy: ProxyWithEngine, versions: Callable[[int], None], tmp_path: Path
+) -> None:
+    """Its evaluations, and the rewards of each version for the curve."""
+    said: list[str] = []
+    waits = asyncio.Event()
+
+    async def slow(task: dict[str, str]) -> float:
+        versions(1)
+        if task["id"] == "c":
+            waits.set()
+            await asyncio.Event().wait()
+        return 0.0
+
+    async def fast(task: dict[str, str]) -> float:
+        return 1.0
+
+    options: dict[str, Any] = {"train": TASKS, "val": [{"id": "v"}], "concurrency": 1}
+    folder = tmp_path / "run"
+    running = asyncio.create_task(
+        tracegrad.run_async(slow, folder=folder, said=said.append, **options)
+    )
+    await waits.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert said[-1] == f"interrupted; go on with resume={str(folder)!r}"
+    versions(2)
+    report = await tracegrad.run_async(
+        fast, name="slow", resume=folder, said=said.append, **options
+    )
+    assert [(one.version, one.pass_at_1) for one in report.evaluations] == [(0, 0.0), (2, 1.0)]
+    *before, last = report.training
+    assert (last.version, last.reward, last.rollouts) == (2, 1.0, 2)
+    assert {point.reward for point in before} == {0.0}
+    assert sum(point.rollouts for point in before) == 4
+
+
 def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path) -> None:
     folder, done = tmp_path / "run", list[str]()
 
@@ -241,6 +325,14 @@ def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path) -> N
         ({"attempts": 0}, "attempts: 0 is not 1 or more"),
         ({"train": iter([1]), "epochs": 2}, "epochs: train is an iterator"),
         ({"stop_at": 0.5}, "stop_at: needs held-out tasks"),
+        ({"stop_at": 0.5, "val": TASKS}, "stop_at: needs evaluations meanwhile; give eval_every="),
+        ({"attempts": "8"}, "attempts: '8' is not 1 or more"),
+        ({"retries": -1}, "retries: -1 is not 0 or more"),
+        ({"timeout_s": 0}, "timeout_s: 0 is not more than 0"),
+        ({"train": "tasks.jsonl"}, "train: 'tasks.jsonl' is no list of tasks"),
+        ({"val": 5}, "val: 5 is no list of tasks"),
+        ({"val": iter(TASKS)}, "val: an iterator goes by once"),
+        ({"val": [*TASKS, {"id": "b"}]}, "val: two tasks have the id 'b'"),
         ({"folder": "a", "resume": "b"}, "folder: resume names it"),
         ({"train": [object()]}, "has no task_id or id"),
     ],
@@ -250,6 +342,12 @@ def test_wrong_arguments_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=said):
         tracegrad.run(lambda task: 1.0, **settings)
+
+
+def test_what_is_no_agent_is_said() -> None:
+    with pytest.raises(ValueError, match=r"agent: 1\.0 is no function") as raised:
+        tracegrad.run(1.0, train=TASKS)  # type: ignore[arg-type]
+    assert raised.value.__context__ is None
 
 
 def test_tasks_have_ids() -> None:

@@ -24,10 +24,11 @@ from tracegrad.runner.agent_install import InstallFailed
 from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.ray_backend import RaySandboxes, RaySettings
 from tracegrad.runner.run_record import new_run_folder
-from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec
+from tracegrad.runner.sandbox import SandboxBackend, SandboxSpec, SandboxUnavailable
 from tracegrad.runner.sandbox_backend import (
     ContainerOptions,
     check_docker,
+    check_engine,
     filled,
     sandbox_backend,
 )
@@ -99,7 +100,10 @@ def run_command(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="May be repeated.")
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(min=0, metavar="S", help="Seconds of each agent.")
+        float | None,
+        typer.Option(
+            min=0, metavar="S", help="Seconds of each agent; 0, and by default: no bound."
+        ),
     ] = None,
     reward: Annotated[
         str | None,
@@ -200,12 +204,18 @@ def run_command(
         fail(f"--reward-from: {reward_from!r} is not exit_code or last_line", USAGE_ERROR)
     source: RewardSource = "last_line" if reward_from == "last_line" else "exit_code"
     command = tuple(ctx.meta.get(_COMMAND_KEY, ()))
+    if ctx.args:
+        fail(
+            f"TASKS: {tasks}, and {ctx.args[0]}, too; put -- before a command, and a prompt in"
+            " quotes",
+            USAGE_ERROR,
+        )
     if prompt is None and agent is not None and not command and _is_prompt(tasks):
         tasks, prompt = None, str(tasks)
     defaults = TaskDefaults(
         command=command or None,
         agent=agent,
-        timeout_s=timeout,
+        timeout_s=timeout or None,
         reward=reward,
         reward_source=source,
         workspace=workspace,
@@ -243,6 +253,8 @@ def run_command(
     )
     resources = _amounts(ray_resource or [], ray)
     _check_proxy()
+    if ray is None:
+        _check_engine(found)
     with AgentLauncher(model=model) as launcher:
         found = _with_agents(found, launcher)
         backend = (
@@ -304,6 +316,8 @@ def _one_task(defaults: TaskDefaults, task_id: str | None, prompt: str | None) -
             "CMD: there is none; give one behind --, --agent NAME and a prompt, or a file of tasks",
             USAGE_ERROR,
         )
+    if defaults.reward is None and defaults.reward_source == "last_line":
+        fail("--reward-from: there is no --reward", USAGE_ERROR)
     return Task(
         id=task_id or _hash(command or ("--agent", str(agent), str(prompt))),
         command=command,
@@ -390,6 +404,14 @@ def _ray_backend(
             err=True,
         )
     return backend
+
+
+def _check_engine(tasks: Sequence[Task]) -> None:
+    """Before agents are installed for containers that cannot start."""
+    try:
+        check_engine(task.sandbox for task in tasks)
+    except SandboxUnavailable as error:
+        fail(str(error), NO_PROXY)
 
 
 def _check_proxy() -> None:

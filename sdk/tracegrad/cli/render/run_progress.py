@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tracegrad.cli.render.format import one_line
 from tracegrad.events import Outcome
 from tracegrad.jsonutil import dump_json
 from tracegrad.pass_at_k import SUCCESS, mean_pass_at_k
@@ -93,8 +94,16 @@ class RunProgress(RunObserver, AbstractContextManager["RunProgress"]):
             self._bar.console.print(self._line(attempt), highlight=False, markup=False)
         self._show()
 
+    def say(self, line: str) -> None:
+        """Of what is waited for."""
+        if self._bar is None:
+            typer.echo(f"tracegrad: {line}", err=True)
+        else:
+            self._bar.console.print(line, highlight=False, markup=False)
+
     def _line(self, attempt: Attempt) -> str:
-        made = sum(self.tally.outcomes.values())
+        # Attempts of an earlier part count where they were scored: the others are made again.
+        made = self._before + len(self.attempts_made)
         rate = "" if self.total == 1 else f"  {self.rate()}"
         return describe(attempt, f"{made}/{max(made, self.total)}", rate)
 
@@ -143,7 +152,8 @@ def describe(attempt: Attempt, which: str, rate: str = "") -> str:
     """`3/8  completed  reward 1  5 calls  12.3 s  ROLLOUT`"""
     reward = "unknown" if attempt.reward is None else f"{attempt.reward:g}"
     calls = "calls unknown" if attempt.calls is None else f"{attempt.calls} calls"
-    seconds = f"{attempt.seconds.get('agent', 0.0):.1f} s"
-    parts = [f"{attempt.outcome}", f"reward {reward}", calls, seconds, attempt.rollout_id]
-    line = "  ".join([which, *parts]) + rate
-    return line if attempt.reason is None else f"{line}\n     {attempt.reason}"
+    parts = [f"{attempt.outcome}", f"reward {reward}", calls]
+    if "agent" in attempt.seconds:  # else it did not come to that, or was cut
+        parts.append(f"{attempt.seconds['agent']:.1f} s")
+    line = "  ".join([which, *parts, attempt.rollout_id]) + rate
+    return line if attempt.reason is None else f"{line}\n     {one_line(attempt.reason)}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, and_, func, literal, select
+from sqlalchemy.orm import aliased
 
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_turns, latest_reward
 from tracegrad.store.filters import RolloutFilter
@@ -33,6 +34,7 @@ def iterate_attempts(
 ) -> Iterator[Attempt]:
     """Those with turns that ended and say something of the policy, the oldest first."""
     per_rollout = Turns.rollout_id == Rollouts.rollout_id
+    tags = aliased(RolloutTags)  # `wanted` may ask for tags, too
     query = (
         select(
             Rollouts.rollout_id,
@@ -43,14 +45,14 @@ def iterate_attempts(
             select(func.coalesce(func.sum(Turns.completion_tokens), 0))
             .where(per_rollout)
             .scalar_subquery(),
-            literal(None) if tag is None else RolloutTags.value,
+            literal(None) if tag is None else tags.value,
         )
         .where(Rollouts.outcome.in_(SCORED_OUTCOMES), has_turns(), wanted.where())
         .order_by(Rollouts.opened_at, Rollouts.rollout_id)
     )
     if tag is not None:
-        of_tag = and_(RolloutTags.rollout_id == Rollouts.rollout_id, RolloutTags.key == tag)
-        query = query.outerjoin(RolloutTags, of_tag)
+        of_tag = and_(tags.rollout_id == Rollouts.rollout_id, tags.key == tag)
+        query = query.outerjoin(tags, of_tag)
     rows = connection.execution_options(yield_per=_AT_ONCE).execute(query)
     for rollout_id, task_id, agent, reward, version, tokens, value in rows:
         # PostgreSQL's sum is a decimal.
