@@ -282,6 +282,9 @@ async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
         tracegrad.run_async(slow, folder=folder, said=said.append, **options)
     )
     await waits.wait()
+    # The one before it may be on its way to its end.
+    record = folder / "record.jsonl"
+    await asyncio.to_thread(eventually, lambda: record.read_text().count('"ended"') == 4, 60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -111,18 +111,37 @@ def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
         write(sys.stdout.buffer, rows)
         sys.stdout.buffer.flush()
         return
-    with _ended_as_by_ctrl_c(), atomic_write(output) as file:
-        write(file, rows)
+    with _ended_between(rows) as until_then, atomic_write(output) as file:
+        write(file, until_then)
 
 
 @contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM takes away what was begun, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _ended_between(rows: Rows) -> Iterator[Rows]:
+    """SIGTERM takes away what was begun, as Ctrl-C does. The first of them ends it at the next row:
+    in the middle of one the database's driver would tell of it as an error of its own."""
+    asked: list[int] = []
+
+    def ask(number: int, _: object) -> None:
+        asked.append(number)
+        restore()  # the next one ends it where it is
+
+    def until_asked() -> Rows:
+        for row in rows:
+            if signal.SIGINT in asked:
+                raise KeyboardInterrupt
+            if asked:
+                sys.exit(128 + asked[0])
+            yield row
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield until_asked()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        restore()
 
 
 def _write_lines(file: BinaryIO, rows: Rows) -> None:
