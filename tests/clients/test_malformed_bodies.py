@@ -17,7 +17,7 @@ from support.proxy.full_bodies import FULL
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.raw_calls import CHAT, READ, RawCall, openai_refusal
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 # The fixtures serve all examples of a test; what is sent must be the same in every run.
 SETTINGS = settings(
     deadline=None,

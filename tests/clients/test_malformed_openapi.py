@@ -27,7 +27,7 @@ from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.otel.otlp import PROTOBUF
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 def _app() -> FastAPI:

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_smallest_model(tmp_path_factory.mktemp("smallest") / "model")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs() -> Iterator[Runs]:
     """Ranks that die where they are told to."""
     from support.trainer.kill_runs import step_runs

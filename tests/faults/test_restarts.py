@@ -73,37 +73,29 @@ def test_a_part_that_is_killed_is_started_again(
     assert re.search(rf"started again +{name}, \d+ times?, last", shown)
 
 
-def test_nothing_is_lost_and_nothing_is_trained_twice(run: TrainerServe, crowd: GroupLoad) -> None:
+def test_a_second_signal_stops_at_once_and_nothing_is_lost_or_trained_twice(
+    run: TrainerServe, crowd: GroupLoad
+) -> None:
     """After the kills above; alone, of a run without any."""
     step = run.last_step()
     run.wait(lambda: run.last_step() > step)
     crowd.__exit__(None, None, None)
+    # Ranks that cannot obey: the first signal would wait half a minute for them.
+    psutil.Process(run.pid_of("ranks")).suspend()
+    run.signal(signal.SIGTERM)
+    run.wait(lambda: stage_of(run) == "stopping")
+    with pytest.raises(psutil.TimeoutExpired):
+        psutil.Process(run.process.pid).wait(1.0)
     run.signal(signal.SIGTERM)
     ended = run.ended()
     ended.is_clean()
-    assert ended.code == 0
+    assert ended.code == 1
+    assert ended.last_line == "stopped at once by SIGTERM; everything captured is in the store"
     assert missing_calls(run.store_url, [crowd.toys]) == []
     steps = steps_of(run.store_url)
     assert [step.step for step in steps] == list(range(1, len(steps) + 1))
     trained = Counter(step for step, _ in fates(run.store_url).values() if step is not None)
     assert trained == {step.step: step.metrics["turns_trained"] for step in steps}
-
-
-def test_a_second_signal_stops_at_once(char_model: Path, tmp_path: Path) -> None:
-    with trainer_serve(tmp_path / "state", {"model": char_model}) as run:
-        run.wait_serving()
-        # Ranks that cannot obey: the first signal would wait half a minute for them.
-        for rank in [psutil.Process(run.pid_of("ranks"))]:
-            rank.suspend()
-        run.signal(signal.SIGTERM)
-        run.wait(lambda: stage_of(run) == "stopping")
-        with pytest.raises(psutil.TimeoutExpired):
-            psutil.Process(run.process.pid).wait(1.0)
-        run.signal(signal.SIGTERM)
-        ended = run.ended()
-    ended.is_clean()
-    assert ended.code == 1
-    assert ended.last_line == "stopped at once by SIGTERM; everything captured is in the store"
 
 
 def parts(run: TrainerServe) -> dict[str, dict[str, object]]:

@@ -64,16 +64,16 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def runs() -> Iterator[tuple[Runs, Runs]]:
-    with step_runs() as one, step_runs() as other:
-        yield one, other
+def pair(runs: Runs) -> Iterator[tuple[Runs, Runs]]:
+    with step_runs() as other:
+        yield runs, other
 
 
 @pytest.fixture
-def scene(runs: tuple[Runs, Runs], model: Path, tmp_path: Path) -> Scene:
+def scene(pair: tuple[Runs, Runs], model: Path, tmp_path: Path) -> Scene:
     url = f"sqlite:///{tmp_path}/store.db"
     trainers = []
-    for each, name in zip(runs, ("one", "other"), strict=True):
+    for each, name in zip(pair, ("one", "other"), strict=True):
         state = tmp_path / name
         state.mkdir()
         settings = settings_of(model, state, proxy__store=url, checkpoint__keep=99)

@@ -161,6 +161,7 @@ def test_a_candidate_by_name_is_tried_promoted_and_taken_back(
         url = str(http.base_url).rstrip("/")
         push(1, as_candidate=False)
         push(2, as_candidate=True)
+        assert not pusher.restore(), "engine and proxy say that they have both"
         streams = Streams(url, "promoted")
         streams.await_lines(20)
         pusher.promote_candidate(2)

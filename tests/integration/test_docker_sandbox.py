@@ -212,6 +212,16 @@ async def test_who_is_not_root_writes_only_its_own(
     assert (await run(sandbox, "touch /tmp/home/.config/more", tmp_path))[0].exit_code == 0
 
 
+@pytest.mark.parametrize("user", [None, "1000:1000"])
+async def test_an_agent_that_removed_its_folder_is_scored(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path, user: str | None
+) -> None:
+    sandbox = await backend.start(replace(spec, user=user, workdir="/tmp/a/work"))
+    assert (await run(sandbox, "rm -rf /tmp/a || rm -rf /tmp/a/work", tmp_path))[0].error is None
+    end, _ = await run(sandbox, "touch b && test -e a", tmp_path)
+    assert (end.exit_code, end.error) == (1, None)
+
+
 async def test_a_read_only_one_keeps_two_folders_writable(
     backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path
 ) -> None:
@@ -584,6 +594,14 @@ async def test_a_container_that_is_lost_is_the_machines_doing(
     with pytest.raises(SandboxUnavailable, match="container"):
         await run(sandbox, "sleep 1000", tmp_path)
     assert not await sandbox.alive()
+    (tmp_path / "file").touch()
+    for next_one in (
+        run(sandbox, "true", tmp_path),
+        sandbox.upload(tmp_path / "file", "file"),
+        sandbox.download("file", tmp_path / "copy"),
+    ):
+        with pytest.raises(SandboxUnavailable, match="No such container"):
+            await next_one
     await sandbox.close()
 
 

@@ -71,7 +71,7 @@ class RunInvocation:
                 asyncio.run(self._run(record, progress, alone=total == 1 and not self.of_file))
         except asyncio.CancelledError:
             pass
-        except ProxyRefused as error:
+        except (ProxyRefused, RecordError) as error:
             fail(str(error), USAGE_ERROR)
         finally:
             exporter.flush()
@@ -97,8 +97,11 @@ class RunInvocation:
     async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._interrupt, running)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # `nohup` has the end of the terminal ignored. SIGINT is, too, of a shell's background
+            # job, but who sends it means it.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, self._interrupt, running)
         await TaskRun(
             self.tasks,
             self.settings,

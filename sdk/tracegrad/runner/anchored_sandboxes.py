@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -38,6 +39,8 @@ from tracegrad.transport import post_json
 # Carries out one reply of the model in the sandbox (a message as the agent has it in its
 # conversation), and gives the messages that the agent adds behind it.
 Act = Callable[[Sandbox, Json], Awaitable[Sequence[Json]]]
+
+log = logging.getLogger("tracegrad.runner")
 
 MOST_SNAPSHOTS = 64
 _SHOWN = 500  # characters of what differs
@@ -146,13 +149,16 @@ class AnchoredSandboxes:
     ) -> Sandbox:
         sandbox = await self._replayed(key, turns)
         try:
-            if isinstance(sandbox, SnapshotSandbox) and not key.spec.read_only:
+            if isinstance(sandbox, SnapshotSandbox):
                 prefix.snapshot = await sandbox.snapshot()
-            else:
-                prefix.replays = True
+        except BrokenEnvironment as error:
+            log.info(
+                "anchor %d of %s is replayed each time: %s", key.anchor, key.demonstration, error
+            )
         except BaseException:
             await sandbox.close()
             raise
+        prefix.replays = prefix.snapshot is None
         return sandbox
 
     async def _replayed(self, key: _PrefixKey, turns: Sequence[PrefixTurn]) -> Sandbox:

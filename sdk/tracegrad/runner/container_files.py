@@ -10,7 +10,12 @@ from typing import BinaryIO
 
 from docker.errors import APIError, NotFound
 
-from tracegrad.runner.docker_engine import DockerEngine, broken_or_unavailable, explanation
+from tracegrad.runner.docker_engine import (
+    DockerEngine,
+    broken_or_unavailable,
+    explanation,
+    is_lost,
+)
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 from tracegrad.runner.tar_stream import FileOwner, copy_bounded, pack, pack_folders, unpack
 
@@ -56,14 +61,19 @@ class ContainerFiles:
         assert name != ".", "the engine leaves the folder itself as it is"
         await self._put(base, lambda file: pack_folders(file, [name], self._owner))
 
+    async def make(self, path: str) -> None:
+        """The folder, if it is not there."""
+        if not await self._engine.call(self._exists, path):
+            await self.own(path)
+
     async def download(self, source: str, target: Path) -> None:
         """As of `Sandbox.download`. Raises OSError: more than a gibibyte."""
         path = posixpath.normpath(posixpath.join(self._folder, source))
         try:
             await self._engine.call(self._get, path, target)
-        except NotFound:
-            raise FileNotFoundError(path) from None
         except APIError as error:
+            if isinstance(error, NotFound) and not is_lost(error):
+                raise FileNotFoundError(path) from None
             raise SandboxUnavailable(f"{path}: {explanation(error)}") from None
 
     def _base(self, path: str) -> str:
@@ -103,6 +113,8 @@ class ContainerFiles:
         try:
             await self._engine.call(put)
         except APIError as error:
+            if is_lost(error):
+                raise SandboxUnavailable(f"copy to {folder}: {explanation(error)}") from None
             raise broken_or_unavailable(error, f"copy to {folder}", "check the path") from None
 
     def _get(self, path: str, target: Path) -> None:

@@ -136,6 +136,11 @@ def explanation(error: APIError) -> str:
     return " ".join(text.split())[:500]
 
 
+def is_lost(error: APIError) -> bool:
+    """Whether it is the container that is not there, and not what was asked of it."""
+    return isinstance(error, NotFound) and explanation(error).startswith("No such container")
+
+
 def gone(error: APIError) -> bool:
     """Whether what was to be removed is removed, or is being removed by somebody."""
     return isinstance(error, NotFound) or error.status_code == 409

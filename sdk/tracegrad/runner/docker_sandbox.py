@@ -90,6 +90,9 @@ class DockerSandbox:
         if self._spec.mirror is not None:
             environ = {MIRROR_VARIABLE: self.reachable(self._spec.mirror), **environ}
         async with self._one_at_a_time:
+            if not self._spec.read_only:  # else it is a volume
+                # An agent may have removed it, and is scored all the same.
+                await self._files.make(self.folder)
             return await run_in_container(
                 self._target,
                 command,

@@ -36,10 +36,17 @@ class ProcessEnd:
             return f"timed out after {self.seconds:.0f} s"
         assert self.exit_code is not None
         if self.exit_code < 0:
-            return f"was killed by {signal.Signals(-self.exit_code).name}"
+            return f"was killed by {_signal_name(-self.exit_code)}"
         if self.out_of_memory:
             return "was killed at its sandbox's memory bound"
         return f"ended with exit code {self.exit_code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of those for real time only two have one
+        return f"signal {number}"
 
 
 @dataclass(frozen=True, slots=True)

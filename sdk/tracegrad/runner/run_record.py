@@ -15,6 +15,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import chain, count
 from pathlib import Path
@@ -31,7 +32,7 @@ FILE = "record.jsonl"
 
 
 class RecordError(ValueError):
-    """The run cannot be gone on with; the message says why."""
+    """The run cannot go on; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class RunRecord(RunObserver):
         self.past: list[PastAttempt] = []
         self.lost: list[str] = []
         self.evaluations: list[Mapping[str, Any]] = []
-        self._file = file
+        self._file, self._is_full = file, False
         self._groups: defaultdict[GroupKey, list[Outcome]] = defaultdict(list)
 
     @classmethod
@@ -127,12 +128,21 @@ class RunRecord(RunObserver):
         self._write({"evaluated": evaluation})
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what is left of a line is not read
+            self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fdatasync(self._file.fileno())
+        """Raises RecordError, once: its run ends then, and what ends with it is lost."""
+        if self._is_full:
+            return
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fdatasync(self._file.fileno())
+        except OSError as error:
+            self._is_full = True
+            said = f"{self.folder / FILE}: {error.strerror}: make room, and resume the run"
+            raise RecordError(said) from None
 
     def _read(self, lines: Iterable[bytes]) -> None:
         """Raises RecordError."""

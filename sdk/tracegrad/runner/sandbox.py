@@ -127,10 +127,11 @@ class Snapshot:
 
 @runtime_checkable
 class SnapshotSandbox(Sandbox, Protocol):
-    """One whose backend keeps its files, where its spec is not `read_only`."""
+    """One whose backend keeps its files."""
 
     async def snapshot(self) -> Snapshot:
-        """Of the moment. Raises SandboxError."""
+        """Of the moment. Raises BrokenEnvironment: some of its files cannot be kept; and
+        SandboxUnavailable."""
         ...
 
 

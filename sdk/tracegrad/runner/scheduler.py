@@ -248,11 +248,11 @@ class Scheduler:
         failed = sum(_is_failure(outcome) for outcome in plan.ended)
         group.broken = sum(outcome is Outcome.ENV_ERROR for outcome in plan.ended)
         group.given_up = self._is_hopeless(group)
-        group.replaced = max(0, failed - self._settings.over_sample)
+        spare, budget = self._settings.over_sample, self._settings.retries * wanted
+        group.replaced = min(max(0, failed - spare), budget)
         if not (group.is_filled or group.given_up):
-            missing = wanted + self._settings.over_sample - group.scored - failed
-            budget = self._settings.retries * wanted - group.replaced
-            group.to_begin = max(missing, min(wanted - group.scored, max(0, budget)))
+            # Those that ended neither way were interrupted, replacements too: they are made again.
+            group.to_begin = max(0, wanted + spare + group.replaced - group.scored - failed)
         return group
 
     def _count(self, group: _Group, outcome: Outcome, now: float) -> None:

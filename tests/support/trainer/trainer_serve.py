@@ -142,7 +142,7 @@ class TrainerServe:
             output, _ = self.process.communicate(timeout=within_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"trainer serve does not end: {self.logs()}") from None
-        return Ended(self.process.returncode, output, self.family.gone(within_s=5))
+        return Ended(self.process.returncode, output, self.family.gone(within_s=30))
 
     def logs(self) -> str:
         files = sorted((self.state_dir / "logs").glob("*.log"))

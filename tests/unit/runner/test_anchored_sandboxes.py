@@ -55,13 +55,13 @@ class KeptFolder:
 
 
 class KeptFolders:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, kind: type[KeptFolder] = KeptFolder) -> None:
+        self.folder, self._kind = folder, kind
         self.kept: list[Path] = []
         self._local = LocalSandboxes()
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        found: Any = KeptFolder(await self._local.start(spec), self)
+        found: Any = self._kind(await self._local.start(spec), self)
         return found
 
     async def close(self) -> None:
@@ -128,6 +128,20 @@ async def test_a_group_waits_for_the_one_that_replays(
     made = await asyncio.gather(*(roll(sandboxes, agent) for _ in range(4)))
     assert [anchor for anchor, _ in made] == [2] * 4
     assert len(agent.ran) == 2
+    await backend.close()
+
+
+async def test_what_cannot_be_kept_is_replayed(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    class HasVolumes(KeptFolder):
+        async def snapshot(self) -> Snapshot:
+            raise BrokenEnvironment("its volumes are in no snapshot")
+
+    agent, backend = AnchoredAgent(), KeptFolders(tmp_path, HasVolumes)
+    sandboxes = AnchoredSandboxes(backend, agent.act)
+    await demonstrate(proxy, sandboxes, agent)
+    for _ in range(2):
+        assert (await roll(sandboxes, agent))[0] == 2
+    assert agent.ran == ["echo 1 >> log", "echo 2 >> log; cat log"] * 2
     await backend.close()
 
 

@@ -27,6 +27,7 @@ LATE = ProcessEnd(None, 60.0, timed_out=True)
         (LATE, 0, Outcome.INFRA_ERROR, "without one LLM call"),
         (ProcessEnd(-9, 1.0), 4, Outcome.INFRA_ERROR, "SIGKILL"),
         (ProcessEnd(-11, 1.0), 4, Outcome.AGENT_ERROR, "SIGSEGV"),
+        (ProcessEnd(-40, 1.0), 4, Outcome.AGENT_ERROR, "killed by signal 40"),
         (ProcessEnd(None, 0.0, error="x: no such file"), 0, Outcome.ENV_ERROR, "x: no such file"),
     ],
 )

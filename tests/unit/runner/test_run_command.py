@@ -179,16 +179,18 @@ def test_wrong_use_names_the_option(arguments: list[str], named: str) -> None:
     assert named in result.stderr
 
 
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_agents_and_aborts_their_rollouts(
-    proxy: ProxyWithEngine, tmp_path: Path
+    proxy: ProxyWithEngine, tmp_path: Path, how: signal.Signals
 ) -> None:
+    """SIGHUP: as where the terminal is closed, or its connection lost."""
     command = [sys.executable, "-m", "tracegrad", "run", "-n", "2", "--"]
     command += ["sh", "-c", "echo $$ >> pids; sleep 1000"]
     env = {**os.environ, "TRACEGRAD_URL": proxy.url}
     with subprocess.Popen(command, env=env) as process:
         pids = Path("pids")
         eventually(lambda: pids.exists() and len(pids.read_text().split()) == 2, 60)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(how)
         assert process.wait(60) == 130
     assert {row.outcome for row in rollouts(proxy, 2)} == {"aborted"}
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())

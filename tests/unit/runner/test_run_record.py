@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +69,22 @@ def test_it_may_end_at_any_byte(tmp_path: Path) -> None:
         (*_, last) = (folder / FILE).read_bytes().splitlines()
         assert b'"r7"' in last
         RunRecord.open(folder, HEADER, resume=True).close()
+
+
+def test_a_full_disk_ends_the_run_with_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    record = RunRecord.open(tmp_path, HEADER)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", full)
+        with pytest.raises(RecordError, match="No space left on device: make room, and resume"):
+            record.begun(Ticket(A, 0), "r0")
+        record.ended(Ticket(A, 0), attempt("r0"))  # what ends with it
+    record.close()
+    RunRecord.open(tmp_path, HEADER, resume=True).close()
 
 
 def test_another_run_is_refused_with_what_differs(tmp_path: Path) -> None:

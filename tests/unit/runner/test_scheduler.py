@@ -156,6 +156,9 @@ def test_starts_that_fail_pause_all_others() -> None:
         ([DONE, INFRA], 3),
         ([DONE] * 4, 0),
         ([DONE, Outcome.ABORTED], 3),
+        ([INFRA] * 8, 4),
+        ([INFRA, *[Outcome.ABORTED] * 4] * 8, 4),
+        ([INFRA] * 11, 1),
         ([INFRA] * 12, 0),
         ([ENV] * 3, 0),
     ],
@@ -168,6 +171,18 @@ def test_a_group_goes_on_where_it_was(ended: Sequence[Outcome], left: int) -> No
     for ticket in begun:
         end(some, ticket)
     assert some.is_done
+
+
+@pytest.mark.parametrize(
+    ("ended", "left"),
+    [([INFRA], 3), ([INFRA] * 2, 2), ([INFRA] * 3, 2), ([INFRA, DONE], 2), ([INFRA] * 5, 1)],
+)
+def test_spare_attempts_are_made_again_before_replacements(
+    ended: Sequence[Outcome], left: int
+) -> None:
+    plan = GroupPlan(GroupKey(0, "a"), ended)
+    some = scheduler(plan, attempts=2, over_sample=2, retries=1 if len(ended) > 3 else 2)
+    assert len(begin_all(some)) == left
 
 
 def test_nothing_begins_after_a_stop() -> None:

@@ -158,7 +158,7 @@ def test_an_early_death_names_the_cause_and_the_log(tmp_path: Path) -> None:
         "raise SystemExit(1)"
     )
     with Pretender(settings(tmp_path), log) as process, pytest.raises(ChildError) as caught:
-        process.wait_healthy(timeout=20)
+        process.wait_healthy(timeout=60)
     message = str(caught.value)
     assert "exited with 1: ValueError: no room for the cache (log: " in message
     assert "\n" not in message
@@ -167,13 +167,13 @@ def test_an_early_death_names_the_cause_and_the_log(tmp_path: Path) -> None:
 def test_a_kill_is_named_and_old_errors_are_not_blamed(tmp_path: Path) -> None:
     code = "import time; print('ValueError: long ago', flush=True); time.sleep(60)"
     with Pretender(settings(tmp_path), code) as process:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while "long ago" not in process.log.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ChildError, match=r"was killed by SIGKILL \(log: "):
-            process.wait_healthy(timeout=20)
+            process.wait_healthy(timeout=60)
 
 
 def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ time.sleep(60)
 
 
 def _first_line(log: Path) -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if log.exists() and "\n" in (text := log.read_text()):
             return text.splitlines()[0]
@@ -236,7 +236,7 @@ def _first_line(log: Path) -> str:
     raise AssertionError("nothing was printed")
 
 
-def _gone(pid: int, within: float = 5.0) -> bool:
+def _gone(pid: int, within: float = 60.0) -> bool:
     deadline = time.monotonic() + within
     while True:
         try:

@@ -28,6 +28,8 @@ from support.trainer.layout_ranks import (
 from support.trainer.learners import apart, weights
 from support.trainer.ranks import run_on_ranks
 
+# Two jobs of several ranks, in the fixture of whichever test comes first.
+pytestmark = pytest.mark.timeout(600)
 EXACT = 1e-6
 # A product over a rollout's tokens, some sixty, multiplies the roundings of their log-probabilities
 # (half of 2^-21 each, for numbers up to 8 nats, of old and of mu).
