@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -155,10 +155,7 @@ class AgentEnv(gymnasium.Env[Json, Any]):
             task = given["task"]
         else:
             task = self._tasks[int(self.np_random.integers(len(self._tasks)))]
-        # A thread for each episode: one that was aborted may run on in its own.
-        threads = ThreadPoolExecutor(1, "tracegrad-agent")
-        settings = self._settings(ThreadCaller(self._function, threads))
-        self._episode = _AgentEpisode(task, self._task_id(task), settings, threads, self._proxy)
+        self._episode = _AgentEpisode(task, self._task_id(task), self._settings(), self._proxy)
         coming = self._episode.calls.next()
         self.rollout_id = self._episode.rollout_id
         if isinstance(coming, Attempt):
@@ -189,9 +186,9 @@ class AgentEnv(gymnasium.Env[Json, Any]):
             self._episode.abort()
             self._episode = None
 
-    def _settings(self, caller: ThreadCaller) -> FunctionSettings:
+    def _settings(self) -> FunctionSettings:
         return FunctionSettings(
-            caller=caller,
+            caller=ThreadCaller(self._function),
             name=self._name,
             limits=StageLimits(1),
             reward=self._reward,
@@ -204,19 +201,13 @@ class _AgentEpisode(AttemptObserver):
     """The attempt that runs. `waiting`: the call that was shown last."""
 
     def __init__(
-        self,
-        task: Any,
-        task_id: str,
-        settings: FunctionSettings,
-        threads: Executor,
-        proxy: EnvProxy,
+        self, task: Any, task_id: str, settings: FunctionSettings, proxy: EnvProxy
     ) -> None:
         self.calls = AgentCalls()
         self.waiting: PendingCall | None = None
         self.rollout_id = ""
         self.info: dict[str, Any] = {"task_id": task_id}
         self._served = proxy.upstream.calls
-        self._threads = threads
         self._running: Future[Attempt] = proxy.start(run_function(task, task_id, settings, self))
         self._running.add_done_callback(self._over)
 
@@ -235,7 +226,6 @@ class _AgentEpisode(AttemptObserver):
 
     def _over(self, running: Future[Attempt]) -> None:
         self._served.pop(self.rollout_id, None)
-        self._threads.shutdown(wait=False)
         if running.cancelled():
             self.calls.ended(RuntimeError("the episode was aborted"))
         elif (failure := running.exception()) is not None:

@@ -16,10 +16,10 @@ from typing import Any, Protocol, SupportsFloat
 
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, is_reward
+from tracegrad.runner.call_thread import CallThread
 from tracegrad.runner.function_call import is_serving_error
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxError, SandboxUnavailable
 from tracegrad.serializer import error_line
-from tracegrad_integrations.environments.call_thread import CallThread
 
 log = logging.getLogger("tracegrad.environments")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from concurrent.futures import Executor
-from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome
+from tracegrad.runner.call_thread import CallThread
 from tracegrad.runner.outcomes import Classified
 from tracegrad.runner.sandbox import BrokenEnvironment, SandboxUnavailable
 from tracegrad.serializer import error_line
@@ -79,10 +78,11 @@ class FunctionCaller(Protocol):
 
 
 class ThreadCaller:
-    """In this process; in a thread, which cannot be ended, where it is no coroutine function."""
+    """In this process; in a thread of its own, which cannot be ended, where it is no coroutine
+    function. One that is out of time runs on in it, and keeps no other from its turn."""
 
-    def __init__(self, function: FunctionCall, threads: Executor) -> None:
-        self._function, self._threads = function, threads
+    def __init__(self, function: FunctionCall) -> None:
+        self._function = function
 
     async def call(self, task: Any, opened: Rollout, begun: Callable[[], object]) -> FunctionEnd:
         begun()
@@ -99,8 +99,8 @@ class ThreadCaller:
         call = self._function.bound(task, opened)
         if inspect.iscoroutinefunction(self._function.agent):
             return await call()
-        loop, here = asyncio.get_running_loop(), copy_context()
-        found = await loop.run_in_executor(self._threads, here.run, call)
+        with CallThread("tracegrad-agent") as thread:
+            found = await thread.call(call)
         return await found if inspect.isawaitable(found) else found
 
 

@@ -12,7 +12,6 @@ import operator
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -275,11 +274,7 @@ async def _caller(
 ) -> AsyncIterator[FunctionCaller]:
     """Raises ValueError: as of `RayFunctions`."""
     if settings.ray is None:
-        threads = ThreadPoolExecutor(settings.concurrency, "tracegrad-agent")
-        try:
-            yield ThreadCaller(function, threads)
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # an agent that was cut may run on
+        yield ThreadCaller(function)
         return
     hosts = RayFunctions(function, settings.ray, settings.ray_resources)
     try:

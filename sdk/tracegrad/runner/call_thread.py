@@ -1,4 +1,5 @@
-"""A thread that makes one caller's calls, one after another, while the event loop goes on."""
+"""A thread that makes one caller's calls, one after another, while the event loop goes on: those of
+an agent's attempt, or of an environment."""
 
 from __future__ import annotations
 
