@@ -102,13 +102,13 @@ def test_what_an_agent_opens_itself_is_held_out_with_it(
     assert {row.held_out for row in rows} == {True}
 
 
-<<<<<<< HEAD
 def test_what_an_agent_prints_does_not_drive_the_terminal(proxy: ProxyWithEngine) -> None:
     command = ["sh", "-c", r"printf 'no\033]0;title\007 tool\rcompleted\n'; exit 3"]
     result = run("-n", "2", "--", *command)
     assert "exit code 3: no\ufffd]0;title\ufffd tool" in result.stdout
     assert {"\033", "\007", "\r"}.isdisjoint(result.stdout)
-=======
+
+
 def test_an_engine_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
     proxy.engine.failure = DOWN
     result = run("--reward", "exit 1", "--", *ASK)
@@ -130,7 +130,6 @@ def test_nor_is_one_that_fails_after_an_answer(proxy: ProxyWithEngine) -> None:
     result = run("--reward", "exit 1", "--", "sh", "-c", waits)
     failing.join()
     assert "infra_error  reward unknown  1 calls" in result.stdout
->>>>>>> attack1
 
 
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
