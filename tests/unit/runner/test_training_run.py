@@ -16,6 +16,7 @@ import pytest
 import tracegrad
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
+from support.proxy.upstream_pool import until
 from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView
 from tracegrad.runner import training_run
@@ -282,6 +283,8 @@ async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
         tracegrad.run_async(slow, folder=folder, said=said.append, **options)
     )
     await waits.wait()
+    # What is not in the record is done again.
+    await until(lambda: (folder / "record.jsonl").read_text().count('"ended"') == 4)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

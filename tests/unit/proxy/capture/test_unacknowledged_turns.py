@@ -128,8 +128,8 @@ def test_events_that_were_refused_are_sent_again(http: httpx.Client, store: Stor
     with locked(store):
         answer = http.post("/api/events", json={"events": [reward]})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    http.post("/api/events", json={"events": [reward]}).raise_for_status()
-    http.post("/api/events", json={"events": [reward]}).raise_for_status()
+    for _ in range(2):  # a busy machine's store may be late once more
+        eventually(lambda: http.post("/api/events", json={"events": [reward]}).is_success)
     assert [each.value for each in store.rewards("r1")] == [1.0]
 
 
