@@ -111,37 +111,38 @@ def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
         write(sys.stdout.buffer, rows)
         sys.stdout.buffer.flush()
         return
-    with _ended_between(rows) as until_then, atomic_write(output) as file:
-        write(file, until_then)
+    with _until_told_to_end(rows) as rows, atomic_write(output) as file:
+        write(file, rows)
 
 
 @contextmanager
-def _ended_between(rows: Rows) -> Iterator[Rows]:
-    """SIGTERM takes away what was begun, as Ctrl-C does. The first of them ends it at the next row:
-    in the middle of one the database's driver would tell of it as an error of its own."""
-    asked: list[int] = []
+def _until_told_to_end(rows: Rows) -> Iterator[Rows]:
+    """Ctrl-C and SIGTERM end it between two rows, and what was begun is taken away: raised within a
+    finalizer, such as those of database connections, they would be printed and forgotten."""
+    told: list[int] = []
 
-    def ask(number: int, _: object) -> None:
-        asked.append(number)
-        restore()  # the next one ends it where it is
+    def note(number: int, _: object) -> None:
+        told.append(number)
+        signal.signal(number, before[number])  # a second one ends it at once
 
-    def until_asked() -> Rows:
+    def going_on() -> Rows:
         for row in rows:
-            if signal.SIGINT in asked:
-                raise KeyboardInterrupt
-            if asked:
-                sys.exit(128 + asked[0])
+            if told:
+                if told[0] == signal.SIGINT:
+                    raise KeyboardInterrupt
+                sys.exit(128 + told[0])
             yield row
 
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, note)
     try:
-        yield until_asked()
+        yield going_on()
     finally:
-        restore()
+        for number in numbers:
+            signal.signal(number, before[number])
 
 
 def _write_lines(file: BinaryIO, rows: Rows) -> None:
