@@ -107,7 +107,8 @@ async def run_trial(folder: Path, settings: TrialSettings) -> FinishedTrial:
         calls, serving = None, None
         if settings.agent not in _WITHOUT_MODEL:
             made = await asyncio.to_thread(calls_of, own)
-            calls, serving = made and made.count, serving_failure(made)
+            calls = None if made is None else made.count
+            serving = serving_failure(made)
         found = classify_trial(failures[0] if failures else None, calls, reward, serving)
         return _finished(own, found, reward if found.outcome.scored else None, result)
 

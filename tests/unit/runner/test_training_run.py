@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,6 @@ import pytest
 import tracegrad
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
-from support.proxy.upstream_pool import until
 from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView
 from tracegrad.runner import training_run
@@ -283,8 +283,9 @@ async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
         tracegrad.run_async(slow, folder=folder, said=said.append, **options)
     )
     await waits.wait()
-    # What is not in the record is done again.
-    await until(lambda: (folder / "record.jsonl").read_text().count('"ended"') == 4)
+    # The one before it may be on its way to its end.
+    record = folder / "record.jsonl"
+    await asyncio.to_thread(eventually, lambda: record.read_text().count('"ended"') == 4, 60)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -300,26 +301,60 @@ async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
     assert sum(point.rollouts for point in before) == 4
 
 
-def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path) -> None:
-    folder, done = tmp_path / "run", list[str]()
+async def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    folder, done, waits = tmp_path / "run", list[str](), asyncio.Event()
 
-    def solve(task: dict[str, str]) -> float:
-        if task["id"] == "c" and "c" not in done:
-            done.append("c")
-            record = folder / "record.jsonl"
-            eventually(lambda: record.read_text().count('"ended"') == 2, 60)
-            raise KeyboardInterrupt
+    async def solve(task: dict[str, str]) -> float:
         done.append(task["id"])
+        if done.count("c") == 1:
+            waits.set()
+            await asyncio.Event().wait()
         return 1.0
 
-    with pytest.raises(KeyboardInterrupt):
-        tracegrad.run(solve, train=TASKS, concurrency=1, folder=folder)
+    options: dict[str, Any] = {"train": TASKS, "concurrency": 1}
+    running = asyncio.create_task(tracegrad.run_async(solve, folder=folder, **options))
+    await waits.wait()
+    record = folder / "record.jsonl"
+    while record.read_text().count('"ended"') < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert done == ["a", "b", "c"]
-    report = tracegrad.run(solve, train=TASKS, concurrency=1, resume=folder)
+    report = await tracegrad.run_async(solve, resume=folder, **options)
     assert done == ["a", "b", "c", "c"]
     assert report.groups == 3
     with pytest.raises(RecordError, match="attempts was 1 and is 2 now"):
-        tracegrad.run(solve, train=TASKS, attempts=2, resume=folder)
+        await tracegrad.run_async(solve, attempts=2, resume=folder, **options)
+
+
+def test_a_function_that_hangs_keeps_no_other_from_its_turn(proxy: ProxyWithEngine) -> None:
+    """Of each group the first hangs, and is cut; nobody can end its thread."""
+    hang, seen = threading.Event(), set[str]()
+
+    def solve(task: dict[str, str]) -> float:
+        if task["id"] not in seen:
+            seen.add(task["id"])
+            hang.wait(60)
+        return 1.0
+
+    try:
+        report = tracegrad.run(
+            solve, train=TASKS, over_sample=1, concurrency=2, said=lambda _: None
+        )
+    finally:
+        hang.set()
+    assert report.outcomes == {Outcome.COMPLETED: 3, Outcome.ABORTED: 3}
+    assert report.cut == 3
+
+
+def test_what_would_end_the_process_ends_an_attempt(proxy: ProxyWithEngine) -> None:
+    def solve(task: dict[str, str], rollout: tracegrad.Rollout) -> float:
+        ask(rollout)
+        raise SystemExit(3)
+
+    report = tracegrad.run(solve, train=TASKS[:1], said=lambda _: None)
+    assert report.outcomes == {Outcome.AGENT_ERROR: 1}
 
 
 @pytest.mark.parametrize(

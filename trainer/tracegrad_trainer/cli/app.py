@@ -486,7 +486,7 @@ def _show_plan(config: Path | None, flags: list[str], gpus: str | None, *, as_js
 
     with ModelOutlines() as models:
         settings = _settings(config, flags, find_model=models.find)
-        from tracegrad_trainer.cli import placement  # torch: a wrong setting does not wait for it
+        from tracegrad_trainer.cli import placement  # needs torch: settings may be wrong before
 
         try:
             placement.show_plan(

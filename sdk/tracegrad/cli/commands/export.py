@@ -134,7 +134,7 @@ def _until_told_to_end(rows: Rows) -> Iterator[Rows]:
             yield row
 
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {int(number): signal.getsignal(number) for number in numbers}
     for number in numbers:
         if before[number] is not signal.SIG_IGN:
             signal.signal(number, note)
