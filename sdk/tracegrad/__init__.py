@@ -27,7 +27,8 @@ from tracegrad.version import VERSION
 __version__ = VERSION
 
 if TYPE_CHECKING:
-    from tracegrad.runner.training_run import RunReport, run, run_async
+    from tracegrad.runner.training_report import RunReport
+    from tracegrad.runner.training_run import run, run_async
 
 
 def __getattr__(name: str) -> Any:

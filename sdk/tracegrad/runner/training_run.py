@@ -7,24 +7,20 @@ import asyncio
 import hashlib
 import json
 import logging
-import math
-import operator
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 from tracegrad import exporter
 from tracegrad.context import proxy_url
-from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView, read_intake
-from tracegrad.pass_at_k import mean_pass_at_k
 from tracegrad.runner.attempt import Attempt, AttemptObserver
 from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
-from tracegrad.runner.function_attempt import FunctionSettings, Reward, run_function
+from tracegrad.runner.function_attempt import FunctionSettings, run_function
 from tracegrad.runner.function_call import Agent, FunctionCall, FunctionCaller, ThreadCaller
 from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
 from tracegrad.runner.ray_functions import RayFunctions
@@ -32,169 +28,22 @@ from tracegrad.runner.run_record import RunHeader, RunRecord, new_run_folder
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.runner.task_run import Observers, settle_lost
+from tracegrad.runner.training_report import (
+    Evaluation,
+    EvaluationRewards,
+    FirstFailures,
+    RunReport,
+    TrainingRewards,
+    evaluation_line,
+)
+from tracegrad.runner.training_settings import RunOptions, TrainingSettings
 from tracegrad.transport import ProxyUnreachable
 
 log = logging.getLogger("tracegrad.runner")
 
 _LOOK_S = 1.0  # between two looks at the policy version
 _SAY_S = 10.0
-_RECENT = 256  # rollouts of the mean that is said
-_MOST_FAILURES = 20  # kinds of them that are said
 PICTURE = "learning_curve.png"
-# Numbers by the least that they may be.
-_COUNTS: Mapping[int, Sequence[str]] = {
-    0: ("over_sample", "retries"),
-    1: ("attempts", "epochs", "steps", "eval_every", "eval_attempts", "patience", "concurrency"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Held-out attempts. `version`: the policy's that was served when it began; None: unknown.
-    `pass_at_k`: with `k` attempts; None: no task has as many with a reward. `reward`: the mean.
-    `rollouts`: that have one, of `asked`."""
-
-    version: int | None
-    at_s: float
-    pass_at_1: float
-    pass_at_k: float | None
-    k: int
-    reward: float
-    rollouts: int
-    asked: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunReport:
-    """What a run came to, with its part before an interruption but for `outcomes`, `replaced`,
-    `cut` and `seconds`.
-
-    Attributes:
-        evaluations: in their order: before, every `eval_every` versions, after.
-        training: mean rewards of training rollouts by the version that was served when they began.
-        outcomes: of training rollouts.
-        replaced, cut: attempts that were made again; that their group did not need.
-        groups: that have all their attempts.
-        ended_by: `tasks`, `steps`, `stop_at` or `patience`.
-        folder: the run's; `run(..., resume=folder)` goes on with it.
-        picture: the learning curve; None: matplotlib is not there, or no version is known.
-    """
-
-    evaluations: Sequence[Evaluation]
-    training: Sequence[CurvePoint]
-    outcomes: Mapping[Outcome, int]
-    replaced: int
-    cut: int
-    groups: int
-    ended_by: str
-    seconds: float
-    folder: Path
-    picture: Path | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSettings:
-    """As of `run`."""
-
-    train: Iterable[Any] = ()
-    val: Sequence[Any] = ()
-    reward: Reward | None = None
-    attempts: int | None = None
-    over_sample: int = 0
-    epochs: int = 1
-    steps: int | None = None
-    eval_every: int | None = None
-    eval_attempts: int = 1
-    stop_at: float | None = None
-    patience: int | None = None
-    concurrency: int = 32
-    retries: int = 2
-    timeout_s: float | None = None
-    error_reward: float | None = 0.0
-    infra_errors: tuple[type[Exception], ...] = ()
-    tags: Mapping[str, object] = field(default_factory=lambda: {"split": "train"})
-    name: str | None = None
-    task_id: Callable[[Any], str] | None = None
-    folder: Path | str | None = None
-    resume: Path | str | None = None
-    ray: str | None = None
-    ray_resources: Mapping[str, float] = field(default_factory=dict)
-    said: Callable[[str], object] = print
-
-    def __post_init__(self) -> None:
-        """Raises ValueError."""
-        for least, names in _COUNTS.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is not None and not _is_count(value, least):
-                    raise ValueError(f"{name}: {value!r:.60} is not {least} or more")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"timeout_s: {self.timeout_s} is not more than 0")
-        if _goes_by_once("val", self.val):
-            raise ValueError("val: an iterator goes by once, and is asked again; give a list")
-        if _goes_by_once("train", self.train) and self.epochs > 1:
-            raise ValueError("epochs: train is an iterator, which goes by once; give a list")
-        for name in ("eval_every", "stop_at", "patience"):
-            if getattr(self, name) is None:
-                continue
-            if not self.val:
-                raise ValueError(f"{name}: needs held-out tasks; give val=")
-            if self.eval_every is None:
-                raise ValueError(f"{name}: needs evaluations meanwhile; give eval_every=")
-        if self.resume is not None and self.folder is not None:
-            raise ValueError("folder: resume names it already")
-        if self.ray_resources and self.ray is None:
-            raise ValueError("ray_resources: there is no ray; give the cluster's address")
-        for name, amount in self.ray_resources.items():
-            if not 0 <= amount < math.inf:
-                raise ValueError(f"ray_resources: {name} = {amount} is not an amount")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    try:
-        return operator.index(value) >= least
-    except TypeError:
-        return False
-
-
-def _goes_by_once(name: str, tasks: Any) -> bool:
-    """Raises ValueError: these are no tasks. A text is one letter after another."""
-    try:
-        found = iter(tasks)
-    except TypeError:
-        found = None
-    if found is None or isinstance(tasks, str | bytes):
-        raise ValueError(f"{name}: {tasks!r:.60} is no list of tasks")
-    return found is tasks
-
-
-class RunOptions(TypedDict, total=False):
-    """As of `run`."""
-
-    train: Iterable[Any]
-    val: Sequence[Any]
-    reward: Reward | None
-    attempts: int | None
-    over_sample: int
-    epochs: int
-    steps: int | None
-    eval_every: int | None
-    eval_attempts: int
-    stop_at: float | None
-    patience: int | None
-    concurrency: int
-    retries: int
-    timeout_s: float | None
-    error_reward: float | None
-    infra_errors: tuple[type[Exception], ...]
-    tags: Mapping[str, object]
-    name: str | None
-    task_id: Callable[[Any], str] | None
-    folder: Path | str | None
-    resume: Path | str | None
-    ray: str | None
-    ray_resources: Mapping[str, float]
-    said: Callable[[str], object]
 
 
 def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
@@ -308,7 +157,7 @@ class _TrainingRun:
         self._val = self._held_out_tasks()
         self._held_out = replace(self._training, held_out=True, tags={"split": "held_out"})
         self._pace = TrainerPace(said=settings.said)
-        self._failures = _Failures(settings.said)
+        self._failures = FirstFailures(settings.said)
         self._view: IntakeView | None = None
         self._evaluations: list[Evaluation] = []
         self._evaluated_at: int | None = None  # the version of the latest evaluation
@@ -321,7 +170,7 @@ class _TrainingRun:
         record = self._open_record(attempts)
         settle_lost(record.lost)
         self._evaluations = [Evaluation(**made) for made in record.evaluations]
-        curve = _Curve(record, lambda: self._version)
+        curve = TrainingRewards(record, lambda: self._version)
         scheduler = Scheduler(
             self._plans(record),
             SchedulerSettings(
@@ -401,7 +250,7 @@ class _TrainingRun:
         named = self._settings.task_id
         return task_id_of(task) if named is None else named(task)
 
-    async def _watch(self, driver: Driver, curve: _Curve, record: RunRecord) -> None:
+    async def _watch(self, driver: Driver, curve: TrainingRewards, record: RunRecord) -> None:
         """Evaluates when it is due, and ends the run when it is enough."""
         settings, first = self._settings, self._version
         said_at = time.monotonic()
@@ -466,7 +315,7 @@ class _TrainingRun:
             return
         began = time.monotonic() - self._began
         version = self._evaluated_at = (await self._look()).version
-        rewards = _Rewards()
+        rewards = EvaluationRewards()
 
         async def execute(ticket: Ticket, observer: AttemptObserver) -> Attempt:
             task = self._val[ticket.group]
@@ -489,9 +338,9 @@ class _TrainingRun:
             return
         self._evaluations.append(found)
         record.evaluated(asdict(found))
-        settings.said(_evaluation_line(found))
+        settings.said(evaluation_line(found))
 
-    def _report(self, scheduler: Scheduler, curve: _Curve, record: RunRecord) -> RunReport:
+    def _report(self, scheduler: Scheduler, curve: TrainingRewards, record: RunRecord) -> RunReport:
         held_out = [
             CurvePoint(one.version, one.reward, one.rollouts)
             for one in self._evaluations
@@ -512,98 +361,6 @@ class _TrainingRun:
             seconds=time.monotonic() - self._began,
             folder=record.folder,
             picture=picture,
-        )
-
-
-class _Curve(RunObserver):
-    """Training rewards by the version that was served when their attempts began."""
-
-    def __init__(self, record: RunRecord, version: Callable[[], int | None]) -> None:
-        self._record, self._version = record, version
-        self._served: int | None = None  # as the record says
-        self._began: dict[Ticket, int | None] = {}
-        self._rewards: defaultdict[int, list[float]] = defaultdict(list)
-        self._known: list[float] = []
-        for one in record.past:
-            self._add(one.version, one.reward)
-        self._before, self._since = len(self._known), time.monotonic()
-
-    def begun(self, ticket: Ticket, rollout_id: str) -> None:
-        version = self._began[ticket] = self._version()
-        if version is not None and version != self._served:
-            self._served = version
-            self._record.served(version)
-
-    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
-        self._add(self._began.pop(ticket, None), attempt.reward)
-
-    def _add(self, version: int | None, reward: float | None) -> None:
-        if reward is None:
-            return
-        self._known.append(reward)
-        if version is not None:
-            self._rewards[version].append(reward)
-
-    def points(self) -> list[CurvePoint]:
-        return [
-            CurvePoint(version, sum(rewards) / len(rewards), len(rewards))
-            for version, rewards in sorted(self._rewards.items())
-        ]
-
-    def line(self, version: int | None) -> str:
-        served = "" if version is None else f"version {version}: "
-        recent = self._known[-_RECENT:]
-        if not recent:
-            return f"{served}no training rollout has a reward"
-        passed_s = max(1e-3, time.monotonic() - self._since)
-        per_minute = 60 * (len(self._known) - self._before) / passed_s
-        return (
-            f"{served}{len(self._known)} training rollouts, {per_minute:.0f}/min, "
-            f"mean reward of the last {len(recent)}: {sum(recent) / len(recent):.2f}"
-        )
-
-
-class _Failures(RunObserver):
-    """Says the first of each kind: nobody else does while a run goes on."""
-
-    def __init__(self, said: Callable[[str], object]) -> None:
-        self._said = said
-        self._known: set[tuple[Outcome, str]] = set()
-
-    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
-        outcome, reason = attempt.outcome, attempt.reason or ""
-        if outcome in (Outcome.COMPLETED, Outcome.BUDGET, Outcome.ABORTED):
-            return
-        kind = outcome, reason.partition(":")[0]
-        if kind not in self._known and len(self._known) < _MOST_FAILURES:
-            self._known.add(kind)
-            self._said(f"{outcome} at {attempt.task_id:.60}, {attempt.rollout_id}: {reason:.300}")
-
-
-class _Rewards(RunObserver):
-    """Of an evaluation, by task."""
-
-    def __init__(self) -> None:
-        self._rewards: defaultdict[GroupKey, list[float]] = defaultdict(list)
-
-    def ended(self, ticket: Ticket, attempt: Attempt) -> None:
-        if attempt.reward is not None:
-            self._rewards[ticket.group].append(attempt.reward)
-
-    def evaluation(self, version: int | None, at_s: float, k: int, tasks: int) -> Evaluation | None:
-        """None: nothing has a reward."""
-        known = [reward for rewards in self._rewards.values() for reward in rewards]
-        if not known:
-            return None
-        return Evaluation(
-            version=version,
-            at_s=at_s,
-            pass_at_1=mean_pass_at_k(self._rewards.values(), 1) or 0.0,
-            pass_at_k=mean_pass_at_k(self._rewards.values(), k),
-            k=k,
-            reward=sum(known) / len(known),
-            rollouts=len(known),
-            asked=k * tasks,
         )
 
 
@@ -631,15 +388,3 @@ def task_id_of(task: Any) -> str:
             f"train: {task!r:.60} has no task_id or id, and is no JSON; give task_id=, a function"
         ) from None
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _evaluation_line(made: Evaluation) -> str:
-    version = "" if made.version is None else f" at version {made.version}"
-    more = ""
-    if made.k > 1 and made.pass_at_k is not None:
-        more = f", pass@{made.k} {made.pass_at_k:.3f}"
-    missing = made.asked - made.rollouts
-    unknown = f"; {missing} more have no reward" if missing else ""
-    return (
-        f"held-out{version}: pass@1 {made.pass_at_1:.3f}{more} of {made.rollouts} rollouts{unknown}"
-    )
