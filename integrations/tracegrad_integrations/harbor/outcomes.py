@@ -24,10 +24,14 @@ _ENVIRONMENT = {
 
 
 def classify_trial(
-    failure: tuple[str, str] | None, calls: int | None, reward: float | None
+    failure: tuple[str, str] | None,
+    calls: int | None,
+    reward: float | None,
+    serving: str | None = None,
 ) -> Classified:
     """`failure`: the first exception's class and message. `calls`: LLM calls that the proxy has of
-    it; None: it did not say. What is in no table is the machine's doing: it is never scored.
+    it; None: of an agent without a model. `serving`: why the serving side is to blame, where it
+    is. What is in no table is the machine's doing: it is never scored.
 
     An agent that fails before any call was never driven by the policy.
     """
@@ -37,6 +41,8 @@ def classify_trial(
         return Classified(Outcome.COMPLETED)
     name, message = failure
     said = f"{name}: {message}"[:1_000]
+    if serving is not None and (name in _BUDGET or name in _AGENT):
+        return Classified(Outcome.INFRA_ERROR, f"{said} ({serving})")
     if name in _BUDGET:
         if calls == 0:
             return Classified(Outcome.INFRA_ERROR, f"{said} (without one LLM call)")

@@ -24,7 +24,7 @@ from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import calls_of
-from tracegrad.runner.outcomes import Classified
+from tracegrad.runner.outcomes import Classified, serving_failure
 from tracegrad.runner.recipe import Recipe
 from tracegrad.runner.sandbox import BrokenEnvironment, Sandbox, SandboxBackend, SandboxError
 from tracegrad_integrations.harbor.environment import (
@@ -104,10 +104,12 @@ async def run_trial(folder: Path, settings: TrialSettings) -> FinishedTrial:
         failures = [(each.exception_type, each.exception_message)
                     for each in result.recorded_exceptions()]  # fmt: skip
         reward = reward_of(rewards)
-        calls = None
+        calls, serving = None, None
         if settings.agent not in _WITHOUT_MODEL:
-            calls = await asyncio.to_thread(calls_of, own)
-        found = classify_trial(failures[0] if failures else None, calls, reward)
+            made = await asyncio.to_thread(calls_of, own)
+            calls = None if made is None else made.count
+            serving = serving_failure(made)
+        found = classify_trial(failures[0] if failures else None, calls, reward, serving)
         return _finished(own, found, reward if found.outcome.scored else None, result)
 
 

@@ -21,7 +21,7 @@ from tracegrad.events import Outcome
 from tracegrad.private_files import private_folder
 from tracegrad.protocol import EVENTS_PATH, IMAGE_TAG, REWARD_SPAN, SANDBOX_SPAN
 from tracegrad.runner.cancellation import cancelled, to_its_end
-from tracegrad.runner.outcomes import Classified, ProcessEnd, classify
+from tracegrad.runner.outcomes import CallsMade, Classified, ProcessEnd, classify
 from tracegrad.runner.reward import RewardFailed, read_reward, reward_line
 from tracegrad.runner.sandbox import (
     BrokenEnvironment,
@@ -205,8 +205,9 @@ class _Attempt:
                     self._end = await self._run_agent(sandbox)
             finally:
                 self._observer.agent_ended()
-        self._calls = await asyncio.to_thread(calls_of, self._opened)
-        found = classify(self._end, self._calls)
+        calls = await asyncio.to_thread(calls_of, self._opened)
+        self._calls = None if calls is None else calls.count
+        found = classify(self._end, calls)
         if self._task.reward is None or not found.outcome.scored:
             return found
         try:
@@ -321,14 +322,17 @@ def plain_command(task: Task, opened: Rollout, sandbox: Sandbox) -> AgentCommand
     return AgentCommand(command=task.command)
 
 
-def calls_of(opened: Rollout) -> int | None:
-    """LLM calls that the proxy has of it; None: it does not answer."""
+def calls_of(opened: Rollout) -> CallsMade | None:
+    """None: the proxy does not answer."""
     try:
         answer = post_json(opened.url, EVENTS_PATH, question([opened.id]), {})
         counted = json.loads(answer)["calls"]
     except (ProxyUnreachable, ProxyRefused, ValueError, LookupError):
         return None
-    return next((int(one["calls"]) for one in counted if one["rollout_id"] == opened.id), None)
+    for one in counted:
+        if one["rollout_id"] == opened.id:
+            return CallsMade(int(one["calls"]), bool(one.get("last_failed")))
+    return None
 
 
 class _SignsOfLife:
@@ -355,8 +359,8 @@ class _SignsOfLife:
                 continue
             calls = await asyncio.to_thread(calls_of, self._opened)
             # A proxy that does not answer says nothing about the agent.
-            if calls is None or calls > self._calls:
-                self._calls = calls or self._calls
+            if calls is None or calls.count > self._calls:
+                self._calls = self._calls if calls is None else calls.count
                 self._last = time.monotonic()
             elif not running.done():
                 await cancelled(running)

@@ -14,7 +14,7 @@ from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
 from tracegrad.runner.attempt import Attempt, AttemptObserver, calls_of
 from tracegrad.runner.function_call import MAX_REASON, FunctionCaller, FunctionEnd
-from tracegrad.runner.outcomes import PROXY_AWAY, Classified
+from tracegrad.runner.outcomes import CallsMade, Classified, serving_failure
 from tracegrad.runner.stage_limits import StageLimits
 from tracegrad.serializer import error_line
 
@@ -90,7 +90,7 @@ class _FunctionAttempt:
             outcome=outcome,
             reason=found.reason,
             reward=self._opened.given_reward if outcome.scored else None,
-            calls=calls,
+            calls=None if calls is None else calls.count,
             seconds=self._seconds,
         )
         self._observer.finished(made)
@@ -128,12 +128,14 @@ class _FunctionAttempt:
         return found
 
 
-def _classified(found: Classified, calls: int | None) -> Classified:
+def _classified(found: Classified, calls: CallsMade | None) -> Classified:
     """As `outcomes.classify`: not the policy's doing before any call, or without the proxy."""
-    if calls or found.outcome is Outcome.COMPLETED or not found.outcome.scored:
+    if found.outcome is Outcome.COMPLETED or not found.outcome.scored:
         return found
-    if calls is None:
-        return Classified(Outcome.INFRA_ERROR, f"{found.reason} ({PROXY_AWAY})")
+    if (why := serving_failure(calls)) is not None:
+        return Classified(Outcome.INFRA_ERROR, f"{found.reason} ({why})")
+    if calls is not None and calls.count:
+        return found
     timed_out = found.outcome is Outcome.BUDGET
     outcome = Outcome.INFRA_ERROR if timed_out else Outcome.ENV_ERROR
     return Classified(outcome, f"{found.reason} (before any LLM call)")

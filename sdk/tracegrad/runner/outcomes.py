@@ -10,6 +10,7 @@ from tracegrad.events import Outcome
 # Who sends these did not ask the agent: the kernel, out of memory, or somebody at this machine.
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
 PROXY_AWAY = "the proxy did not answer at its end"
+CALL_FAILED = "its last LLM call failed on the serving side"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,22 +58,39 @@ class Classified:
     reason: str | None = None
 
 
-def classify(end: ProcessEnd, calls: int | None) -> Classified:
-    """`calls`: LLM calls that the proxy has of the rollout; None: it does not answer.
+@dataclass(frozen=True, slots=True)
+class CallsMade:
+    """LLM calls that the proxy has of a rollout. `last_failed`: by the engine or the proxy."""
+
+    count: int
+    last_failed: bool = False
+
+
+def serving_failure(calls: CallsMade | None) -> str | None:
+    """Why what an agent did at its end is not the policy's doing. `calls` None: the proxy does not
+    answer."""
+    if calls is None:
+        return PROXY_AWAY
+    return CALL_FAILED if calls.last_failed else None
+
+
+def classify(end: ProcessEnd, calls: CallsMade | None) -> Classified:
+    """`calls` None: the proxy does not answer.
 
     A command that ends badly before any call was never driven by the policy: scoring it would
     punish the policy for a missing file or a slow start. Nor is it the policy's doing where the
-    proxy is away: what the agent waited for, or stumbled over, was its next reply.
+    proxy or the engine is away: what the agent waited for, or stumbled over, was its next reply.
     """
     said = end.describe()
     if end.last_line:
         said += f": {end.last_line}"
     if end.error is not None:
         return Classified(Outcome.ENV_ERROR, said)
-    if calls is None and end.exit_code != 0:
-        return Classified(Outcome.INFRA_ERROR, f"{said} ({PROXY_AWAY})")
+    if end.exit_code != 0 and (why := serving_failure(calls)) is not None:
+        return Classified(Outcome.INFRA_ERROR, f"{said} ({why})")
+    uncalled = calls is not None and calls.count == 0
     if end.timed_out or end.silent_s is not None:
-        if calls == 0:
+        if uncalled:
             return Classified(Outcome.INFRA_ERROR, f"{end.describe()} without one LLM call")
         return Classified(Outcome.BUDGET, end.describe())
     assert end.exit_code is not None
@@ -80,6 +98,6 @@ def classify(end: ProcessEnd, calls: int | None) -> Classified:
         return Classified(Outcome.COMPLETED)
     if end.exit_code < 0 and -end.exit_code in _FROM_OUTSIDE:
         return Classified(Outcome.INFRA_ERROR, said)
-    if calls == 0:
+    if uncalled:
         return Classified(Outcome.ENV_ERROR, f"{said} (before any LLM call)")
     return Classified(Outcome.AGENT_ERROR, said)

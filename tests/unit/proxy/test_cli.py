@@ -14,12 +14,17 @@ import httpx
 import pytest
 import typer
 from pydantic import SecretStr, ValidationError
+from typer.testing import CliRunner
 
-from tracegrad.proxy.cli import serve
+from tracegrad.proxy.cli import proxy_command, serve
 from tracegrad.proxy.config import DEFAULT_STORE, ProxySettings
 from tracegrad.store import DEFAULT_URL, Store
 
 RUN = "import typer; from tracegrad.proxy.cli import proxy_command; typer.run(proxy_command)"
+
+
+COMMAND = typer.Typer(add_completion=False)
+COMMAND.command()(proxy_command)
 
 
 def start(cwd: Path, *flags: str, **env: str) -> subprocess.Popen[str]:
@@ -40,6 +45,18 @@ def refused(cwd: Path, *flags: str, **env: str) -> str:
     assert process.returncode == 2, out + err
     assert out == ""
     return err
+
+
+def refused_here(cwd: Path, *flags: str, **env: str) -> str:
+    """The same in this process: nothing of what is refused so early takes another one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(cwd)
+        for name, value in env.items():
+            patch.setenv(name, value)
+        done = CliRunner().invoke(COMMAND, flags)
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    return done.stderr
 
 
 def test_it_serves_records_and_stops(tmp_path: Path, engine_url: str) -> None:
@@ -74,7 +91,7 @@ def test_a_tokenizer_that_cannot_be_had_is_one_line(
 
 def test_a_misspelt_setting_of_the_file_names_the_one_that_was_meant(tmp_path: Path) -> None:
     (tmp_path / "tracegrad.toml").write_text("[proxy]\nupstrem = 'http://127.0.0.1:1'\n")
-    err = refused(tmp_path, "--port", "0")
+    err = refused_here(tmp_path, "--port", "0")
     wanted = "tracegrad proxy: upstrem: there is no such setting; did you mean upstream?\n"
     assert err == wanted
 
@@ -86,7 +103,7 @@ def test_a_misspelt_variable_is_named_and_does_not_keep_it_from_starting(
         port = taken.getsockname()[1]
         for name in ("UPSTREEM", "API_KEY", "ZZZZZZ", "MODEL", "STORE"):
             monkeypatch.setenv(f"TRACEGRAD_PROXY_{name}", "sqlite:///x.db")
-        lines = refused(tmp_path, "--port", str(port)).splitlines()
+        lines = refused_here(tmp_path, "--port", str(port)).splitlines()
     said = "tracegrad proxy: TRACEGRAD_PROXY_{}: there is no such setting"
     assert lines[:3] == [
         said.format("API_KEY") + "; did you mean TRACEGRAD_API_KEY?",
@@ -120,7 +137,7 @@ def test_several_workers_are_refused_where_the_system_lacks_what_they_need(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_an_open_address_is_refused(tmp_path: Path) -> None:
+def test_an_open_address_is_refused_here(tmp_path: Path) -> None:
     err = refused(tmp_path, "--host", "0.0.0.0")
     assert err.startswith("tracegrad proxy: host: 0.0.0.0 is not a loopback address")
     assert "TRACEGRAD_API_KEY" in err
@@ -136,7 +153,7 @@ def test_an_open_address_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_weak_admin_key_is_refused_and_not_shown(tmp_path: Path, key: str, words: str) -> None:
-    err = refused(tmp_path, "--host", "0.0.0.0", TRACEGRAD_API_KEY=key)
+    err = refused_here(tmp_path, "--host", "0.0.0.0", TRACEGRAD_API_KEY=key)
     assert err.startswith("tracegrad proxy: admin_key: ")
     assert words in err
     assert key not in err
@@ -152,13 +169,13 @@ def test_a_hook_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_opened_is_one_line(tmp_path: Path) -> None:
-    err = refused(tmp_path, "--port", "0", "--store", "nonsense")
+    err = refused_here(tmp_path, "--port", "0", "--store", "nonsense")
     assert err.startswith("tracegrad proxy: store nonsense: ")
     assert err.count("\n") == 1
 
 
 def test_a_stores_password_is_not_shown(tmp_path: Path) -> None:
-    err = refused(tmp_path, "--port", "0", "--store", "nonsense://me:geheim@host/db")
+    err = refused_here(tmp_path, "--port", "0", "--store", "nonsense://me:geheim@host/db")
     assert "nonsense://me:***@host/db" in err
     assert "geheim" not in err
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracegrad.events import Outcome
-from tracegrad.runner.outcomes import ProcessEnd, classify
+from tracegrad.runner.outcomes import CallsMade, ProcessEnd, classify
 from tracegrad.runner.reward import RewardFailed, printed_reward
 from tracegrad.runner.task import RewardSource
 
@@ -34,9 +34,23 @@ LATE = ProcessEnd(None, 60.0, timed_out=True)
 def test_a_failure_is_the_policys_only_where_the_policy_was_asked(
     end: ProcessEnd, calls: int | None, outcome: Outcome, said: str | None
 ) -> None:
-    found = classify(end, calls)
+    found = classify(end, None if calls is None else CallsMade(calls))
     assert found.outcome == outcome
     assert said is None if found.reason is None else said is not None and said in found.reason
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (BAD_END, Outcome.INFRA_ERROR),
+        (LATE, Outcome.INFRA_ERROR),
+        (ProcessEnd(0, 1.0), Outcome.COMPLETED),
+    ],
+)
+def test_an_engine_that_failed_last_is_not_the_policys_doing(
+    end: ProcessEnd, outcome: Outcome
+) -> None:
+    assert classify(end, CallsMade(4, last_failed=True)).outcome == outcome
 
 
 @pytest.mark.parametrize(

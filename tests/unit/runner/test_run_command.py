@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -19,6 +21,8 @@ from support.proxy.servers import eventually
 from support.runner.asking_agent import ASK, SOURCE, TRACED
 from tracegrad.cli.app import app
 from tracegrad.store import RolloutSummary
+
+DOWN: tuple[int, dict[str, Any], dict[str, str]] = (503, {"error": {"message": "down"}}, {})
 
 
 def run(*arguments: str) -> Result:
@@ -103,6 +107,29 @@ def test_what_an_agent_prints_does_not_drive_the_terminal(proxy: ProxyWithEngine
     result = run("-n", "2", "--", *command)
     assert "exit code 3: no\ufffd]0;title\ufffd tool" in result.stdout
     assert {"\033", "\007", "\r"}.isdisjoint(result.stdout)
+
+
+def test_an_engine_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:
+    proxy.engine.failure = DOWN
+    result = run("--reward", "exit 1", "--", *ASK)
+    assert "failed on the serving side" in result.stdout
+    (only,) = rollouts(proxy, 1)
+    assert (only.outcome, only.reward) == ("infra_error", None)
+
+
+def test_nor_is_one_that_fails_after_an_answer(proxy: ProxyWithEngine) -> None:
+    def fail() -> None:
+        eventually(Path("asked").exists, 60)
+        proxy.engine.failure = DOWN
+        Path("failing").touch()
+
+    ask = shlex.join(ASK)
+    waits = f"{ask} && touch asked && until test -e failing; do sleep 0.1; done; {ask}"
+    failing = Thread(target=fail)
+    failing.start()
+    result = run("--reward", "exit 1", "--", "sh", "-c", waits)
+    failing.join()
+    assert "infra_error  reward unknown  1 calls" in result.stdout
 
 
 def test_a_scorer_that_fails_is_not_the_policys_doing(proxy: ProxyWithEngine) -> None:

@@ -482,11 +482,12 @@ def _flags(sets: list[str] | None, **named: object) -> list[str]:
 
 
 def _show_plan(config: Path | None, flags: list[str], gpus: str | None, *, as_json: bool) -> None:
-    from tracegrad_trainer.cli import placement
     from tracegrad_trainer.launch.model_outline import ModelOutlines
 
     with ModelOutlines() as models:
         settings = _settings(config, flags, find_model=models.find)
+        from tracegrad_trainer.cli import placement  # needs torch: settings may be wrong before
+
         try:
             placement.show_plan(
                 settings, Console(), described=gpus, as_json=as_json, models=models.names

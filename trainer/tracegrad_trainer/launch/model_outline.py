@@ -20,7 +20,6 @@ from tracegrad.chat.model_folder import (
     explained,
     find_model_folder,
 )
-from tracegrad_trainer.engine.model.safetensors_files import weight_files
 
 # What a safetensors file says of its tensors, by their names.
 Header = Mapping[str, Mapping[str, Any]]
@@ -68,6 +67,8 @@ class ModelOutlines:
 
 
 def _is_whole(snapshot: Path) -> bool:
+    from tracegrad_trainer.engine.model.safetensors_files import weight_files
+
     try:
         files = weight_files(snapshot)
     except (OSError, ValueError):

@@ -111,18 +111,38 @@ def _write(output: Path | None, write: RowWriter, rows: Rows) -> None:
         write(sys.stdout.buffer, rows)
         sys.stdout.buffer.flush()
         return
-    with _ended_as_by_ctrl_c(), atomic_write(output) as file:
+    with _until_told_to_end(rows) as rows, atomic_write(output) as file:
         write(file, rows)
 
 
 @contextmanager
-def _ended_as_by_ctrl_c() -> Iterator[None]:
-    """SIGTERM takes away what was begun, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+def _until_told_to_end(rows: Rows) -> Iterator[Rows]:
+    """Ctrl-C and SIGTERM end it between two rows, and what was begun is taken away: raised within a
+    finalizer, such as those of database connections, they would be printed and forgotten."""
+    told: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        told.append(number)
+        signal.signal(number, before[number])  # a second one ends it at once
+
+    def going_on() -> Rows:
+        for row in rows:
+            if told:
+                if told[0] == signal.SIGINT:
+                    raise KeyboardInterrupt
+                sys.exit(128 + told[0])
+            yield row
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {int(number): signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, note)
     try:
-        yield
+        yield going_on()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number in numbers:
+            signal.signal(number, before[number])
 
 
 def _write_lines(file: BinaryIO, rows: Rows) -> None:

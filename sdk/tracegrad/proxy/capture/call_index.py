@@ -39,6 +39,7 @@ class CallIndex:
             others.subscribe("answer", self._add_answer)
             others.subscribe("answer moved", self._move_answer)
             others.subscribe("rollout called", self._add_called)
+            others.subscribe("call ended", self._add_ended)
         # By trace and span: the span around it, and whether a call was made inside it.
         self._outer: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
         self._around: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
@@ -47,6 +48,7 @@ class CallIndex:
         self._answers: FIFOCache[str, str] = FIFOCache(limit)
         self._inferred: FIFOCache[str, bool] = FIFOCache(limit)
         self._called: FIFOCache[str, bool] = FIFOCache(limit)
+        self._failed: FIFOCache[str, bool] = FIFOCache(limit)
 
     def rollout_called(self, rollout_id: str | None) -> None:
         """A call of the rollout came in: it may be long until it is recorded."""
@@ -60,6 +62,19 @@ class CallIndex:
     def was_called(self, rollout_id: str) -> bool:
         """Whether a call came in that named the rollout, whatever became of it."""
         return self._called.get(rollout_id) is not None
+
+    def call_ended(self, rollout_id: str | None, *, failed: bool) -> None:
+        """`failed`: by the engine or by us, and by nothing that its client sent."""
+        if rollout_id is not None and self.last_failed(rollout_id) != failed:
+            self._add_ended(rollout_id, failed)
+            self._tell("call ended", rollout_id, failed)
+
+    def _add_ended(self, rollout_id: str, failed: bool) -> None:
+        self._failed[rollout_id] = failed
+
+    def last_failed(self, rollout_id: str) -> bool:
+        """Whether the rollout's last call did: what its agent does then is not the policy's."""
+        return bool(self._failed.get(rollout_id))
 
     def call_started(self, trace_id: str | None, span_id: str | None) -> None:
         """A call was made from inside a span.

@@ -160,11 +160,13 @@ class LateReward(BaseModel):
 
 class RolloutCalls(BaseModel):
     """`calls` of a rollout: the recorded turns; at least 1 where a call came, of which nothing is
-    recorded yet. Without any, and asked for: `unnamed_calls` that came while it was open."""
+    recorded yet. Without any, and asked for: `unnamed_calls` that came while it was open.
+    `last_failed`: the last one did, by the engine or the proxy."""
 
     rollout_id: str
     calls: int
     unnamed_calls: int = 0
+    last_failed: bool = False
 
 
 class EventsAccepted(BaseModel):
@@ -326,7 +328,14 @@ async def count_calls(
         count = by_id.get(rollout_id) or CallCount(rollout_id=rollout_id, turns=0)
         calls = count.turns or int(index.was_called(rollout_id))
         unnamed = 0 if calls else count.unnamed_calls
-        found.append(RolloutCalls(rollout_id=rollout_id, calls=calls, unnamed_calls=unnamed))
+        found.append(
+            RolloutCalls(
+                rollout_id=rollout_id,
+                calls=calls,
+                unnamed_calls=unnamed,
+                last_failed=index.last_failed(rollout_id),
+            )
+        )
     return found
 
 

@@ -140,7 +140,8 @@ class LlmCallEndpoint:
         owner = attribute_call(
             headers, path.get("rollout"), caller.rollout_id, self._services.trace_index
         )
-        self._services.recorder.call_index.rollout_called(owner.rollout_id)
+        index = self._services.recorder.call_index
+        index.rollout_called(owner.rollout_id)
         call, known = await self._parse(scope, await read_body(receive), owner)
         if call.previous is not None:
             sent = call.size
@@ -168,11 +169,15 @@ class LlmCallEndpoint:
         try:
             if call.stream:
                 await self._stream(context, scope, receive, send)
+                index.call_ended(owner.rollout_id, failed=timing.broken)
                 return None
             context, answer = await self._answer(context, receive)
-        except (ApiError, ClientDisconnected):
+        except (ApiError, ClientDisconnected) as error:
             self._services.retry_cache.record_failure(known)
+            if isinstance(error, ApiError):
+                index.call_ended(owner.rollout_id, failed=error.status >= 500)
             raise
+        index.call_ended(owner.rollout_id, failed=False)
         body = self._dialect.answer(context.call, answer)
         return Response(body, media_type="application/json")
 

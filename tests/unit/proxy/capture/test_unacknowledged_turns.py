@@ -22,6 +22,8 @@ Turns = Callable[..., list[Turn]]
 
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 PATH = "/rollouts/r1/v1/chat/completions"
+# What a busy machine commits within, and no longer than tests may wait.
+PATIENCE_S = 1.5
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def writer(store: Store) -> Iterator[GroupCommitWriter]:  # type: ignore[overrid
 @pytest.fixture
 def http(serve_proxy: ServeProxy) -> Iterator[httpx.Client]:
     """A proxy that waits for the store for as long as a test can."""
-    with serve_proxy(patience_s=0.3) as client:
+    with serve_proxy(patience_s=PATIENCE_S) as client:
         yield client
 
 
@@ -68,7 +70,7 @@ def test_what_was_refused_is_kept_and_not_trained(
         for answer in answers:
             assert answer.status_code == 503
             assert answer.headers["retry-after"] == "1"
-            assert "has not answered for 0.3 s" in answer.json()["error"]["message"]
+            assert f"has not answered for {PATIENCE_S} s" in answer.json()["error"]["message"]
     again = call(http, headers={"x-stainless-retry-count": "1"})
     assert again.status_code == 200
     kept = eventually(turns)
@@ -128,8 +130,8 @@ def test_events_that_were_refused_are_sent_again(http: httpx.Client, store: Stor
     with locked(store):
         answer = http.post("/api/events", json={"events": [reward]})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-    http.post("/api/events", json={"events": [reward]}).raise_for_status()
-    http.post("/api/events", json={"events": [reward]}).raise_for_status()
+    for _ in range(2):
+        eventually(lambda: http.post("/api/events", json={"events": [reward]}).is_success)
     assert [each.value for each in store.rewards("r1")] == [1.0]
 
 
