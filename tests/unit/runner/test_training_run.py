@@ -260,6 +260,12 @@ def test_what_has_no_reward_is_said_beside_pass_at_1(proxy: ProxyWithEngine) -> 
     assert said[-1] == "held-out: pass@1 1.000, pass@2 1.000 of 4 rollouts; 2 more have no reward"
 
 
+async def until_ended(folder: Path, attempts: int) -> None:
+    """In the record: an attempt whose agent has ended may not have, yet."""
+    while (folder / "record.jsonl").read_text().count('"ended"') < attempts:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
 async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
     proxy: ProxyWithEngine, versions: Callable[[int], None], tmp_path: Path
 ) -> None:
@@ -283,9 +289,7 @@ async def test_an_interrupted_run_says_how_to_go_on_and_keeps_what_it_has_seen(
         tracegrad.run_async(slow, folder=folder, said=said.append, **options)
     )
     await waits.wait()
-    # The one before it may be on its way to its end.
-    record = folder / "record.jsonl"
-    await asyncio.to_thread(eventually, lambda: record.read_text().count('"ended"') == 4, 60)
+    await until_ended(folder, 4)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -314,9 +318,7 @@ async def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path
     options: dict[str, Any] = {"train": TASKS, "concurrency": 1}
     running = asyncio.create_task(tracegrad.run_async(solve, folder=folder, **options))
     await waits.wait()
-    record = folder / "record.jsonl"
-    while record.read_text().count('"ended"') < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until_ended(folder, 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
