@@ -85,8 +85,7 @@ class WeightSwap:
         if self.connects:
             self._prepare("connect", self.engines.connect, new)
         elif self.stages:
-            parts = names_in_parts(new.paths)
-            self._prepare("stage", lambda: self.engines.stage(new, parts), new)
+            self._prepare("stage", lambda: self.engines.stage(new, names_in_parts(new.paths)), new)
             self._ready = set(self.engines.urls)
         try:
             yield
