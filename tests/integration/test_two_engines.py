@@ -130,6 +130,7 @@ def is_candidates(rollout_id: str) -> bool:
     return Canary("", SHARE).has(rollout_id)
 
 
+@pytest.mark.slow  # a minute; test_candidate_adapter has a real engine's candidates in CI
 def test_two_engines_roll_and_try_candidates_while_agents_work(
     engines: list[str], model: Path, tmp_path: Path
 ) -> None:
@@ -213,19 +214,18 @@ def tried(run: TrainerServe, watch: WeightWatch, *, better: bool) -> GroupLoad:
 
 
 def verdict(run: TrainerServe, base: int | None) -> tuple[int, Decision] | None:
-    """The first version after `base` that the gate has decided on, and what."""
+    """The first version after `base` that the gate has decided on, and what. Others may have been
+    there before it, each replaced by the next one while it was undecided."""
     with Store.open(run.store_url, create=False) as store:
         records = store.version_history().records.values()
-        evaluated = [one for one in records if one.version > (base or 0) and one.evaluation]
+        evaluated = [one.version for one in records if one.version > (base or 0) and one.evaluation]
         decisions = [one for one in store.decisions() if one.by == "gate:canary" and one.acted_at]
-    if not evaluated:
-        return None
-    candidate = evaluated[0].version
-    for decision in decisions:
-        if decision.kind == "promote" and decision.version == candidate:
-            return candidate, decision
-        if decision.kind == "rollback" and f"version {candidate} " in decision.reason:
-            return candidate, decision
+    for candidate in evaluated:
+        for decision in decisions:
+            if decision.kind == "promote" and decision.version == candidate:
+                return candidate, decision
+            if decision.kind == "rollback" and f"version {candidate} " in decision.reason:
+                return candidate, decision
     return None
 
 
