@@ -19,6 +19,7 @@ def pytest_configure() -> None:
     # A shell that runs the tests in its background has them ignore SIGINT; the programs that they
     # start, and then interrupt, would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored under nohup
     # An example that takes long says something of the machine's load; CI's profile has none either.
     settings.register_profile("unhurried", settings.default, deadline=None)
     settings.load_profile("unhurried")

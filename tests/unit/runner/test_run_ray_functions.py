@@ -205,7 +205,9 @@ async def test_two_runs_of_a_process_share_the_cluster(
         return 0.5
 
     async def run(agent: Callable[[Any], float]) -> tracegrad.RunReport:
-        return await tracegrad.run_async(agent, train=[{"id": "a"}], ray=cluster.address)
+        # So little that both have room, whichever is placed first.
+        options: dict[str, Any] = {"ray": cluster.address, "ray_resources": {"CPU": 0.1}}
+        return await tracegrad.run_async(agent, train=[{"id": "a"}], **options)
 
     shorter, longer = asyncio.create_task(run(first)), asyncio.create_task(run(second))
     assert (await shorter).groups == 1

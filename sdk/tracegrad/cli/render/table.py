@@ -63,10 +63,10 @@ def _column_widths(
     for column in sorted(columns, key=lambda column: -column.drop_order):
         if column.drop_order and _total(least) > width:
             del least[column.title]
-    # The last resort: what must stay is cut like the rest.
-    while _total(least) > width and max(least.values()) > 4:
-        widest = max(least, key=lambda title: least[title])
-        least[widest] -= 1
+    # The last resort: what must stay is cut like the rest, and at the very last what names the row.
+    for names in ([*least][1:], [*least]):
+        while _total(least) > width and max((least[name] for name in names), default=0) > 4:
+            least[max(names, key=lambda name: least[name])] -= 1
     spare = max(0, width - _total(least))
     for title, smallest in least.items():
         more = min(spare, whole[title] - smallest)

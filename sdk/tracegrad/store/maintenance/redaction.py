@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ from tracegrad.store.maintenance.rewrite_texts import (
 from tracegrad.store.maintenance.selection import RolloutSelection, pages
 from tracegrad.store.models import Outcomes, Rollouts, RolloutTags, Turns
 from tracegrad.store.read.rollouts import load_spans, load_tags
+from tracegrad.store.retry import retry_on_conflict
 from tracegrad.store.store import Store
 from tracegrad.store.write.events import tag_rows
 
@@ -110,7 +112,10 @@ def redact(
             with store.reading() as connection:
                 found = _changes(connection, rollout_id, rule, repeats).counts()
             if found and not dry_run:
-                found = _apply(store, rollout_id, rule, repeats)
+                apply = partial(_apply, store, rollout_id, rule, repeats)
+                # Writers of several rollouts lock them in their own order: PostgreSQL ends the
+                # rings that come of it, and may choose us.
+                found = retry_on_conflict(apply)
         except StoreCorrupt as error:
             unreadable[rollout_id] = str(error)
             continue
