@@ -13,6 +13,6 @@ def test_what_names_the_row_is_cut_last() -> None:
         TableColumn("reward", lambda _: Text("a long word"), min_width=11),
         TableColumn("training", lambda _: Text("a longer word"), min_width=13),
     ]
-    _, line = render_table(columns, [10], 22)
+    _, line = render_table(columns, [10], 26)
     assert line.plain.startswith("│  │  ├─ 10 ")
-    assert line.cell_len <= 22
+    assert line.cell_len <= 26
