@@ -28,8 +28,9 @@ def attempts(plan: Plan) -> Attempt:
 
 PLAY = Play(
     title="A LangGraph agent that writes SQL, trained while it works",
-    settings=SERVE,
-    steps=16,
+    # Faster, it is as good after five steps, and some seeds collapse after twelve.
+    settings={**SERVE, "optim.lr": 2e-4},
+    steps=24,
     groups=16,
     samples=8,
     warm_up=warm_up,
