@@ -5,7 +5,10 @@ Nothing here needs torch: a command that waits for its ranks need not import it.
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +30,7 @@ POLL_S = 0.2
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # `timeout`, and a terminal behind `make`, send one signal twice: that is one wish.
 SAME_SIGNAL_S = 0.5
+_AGAIN_S = 0.05
 
 # Of a command that had nothing to do: no success, and no failure either.
 NOTHING = 3
@@ -53,16 +57,28 @@ def log_as_supervisor(settings: TrainerSettings) -> None:
 @contextmanager
 def raising_on_stop_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise StopRequested, until the stack begins to stop."""
+    last: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
+        last[:] = [number]
         raise StopRequested("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
+    def swallowed(unraisable: sys.UnraisableHookArgs) -> None:
+        """Raised within a finalizer, as those of database connections, it would be printed and
+        forgotten: the signal comes again, when that has ended."""
+        if isinstance(unraisable.exc_value, StopRequested):
+            threading.Timer(_AGAIN_S, os.kill, (os.getpid(), *last)).start()
+        else:
+            hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, swallowed
     before = {each: signal.signal(each, stop) for each in STOP_SIGNALS}
     try:
         yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+        sys.unraisablehook = hook
 
 
 def on_second_signal(stop_at_once: Callable[[], None]) -> None:

@@ -1,9 +1,10 @@
-"""How ranks are stopped."""
+"""How commands and their ranks are stopped."""
 
 from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,3 +144,22 @@ def test_a_step_under_way_has_that_time_too(
     session.stop_ranks(ranks, settings, lambda _: None)
     # Behind a step, a push finds it pending; the first push of all has nothing to lose.
     assert (tmp_path / "written").exists() == (stage == "training")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_that_a_finalizer_swallows_comes_again(number: signal.Signals) -> None:
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(number)
+
+    swallowed = []
+
+    def work() -> None:
+        made = Finalized()
+        del made
+        swallowed.append(True)
+        time.sleep(60)
+
+    with pytest.raises(session.StopRequested), session.raising_on_stop_signals():
+        work()
+    assert swallowed
