@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from tracegrad.runner.sandbox import SandboxUnavailable
 _ROUNDS = 5  # of killing what is there, before the container is frozen for it
 _SETTLE_S = 0.02  # between two looks: the killed ones end meanwhile
 _SETTLES = 1500
+_REAPS = 500  # a first process without GNU's `env` reaps once a second
 
 
 class ContainerProcesses(Protocol):
@@ -27,27 +28,41 @@ class ContainerProcesses(Protocol):
         ...
 
     async def end(self) -> None:
-        """Until none is left. Raises SandboxUnavailable: some are, and the container is killed."""
+        """Until none is left, and there is room for others: zombies count for the bound of
+        processes until they are reaped. Raises SandboxUnavailable: some are left, and the container
+        is killed."""
         ...
 
 
 def processes_of(engine: DockerEngine, container: Mapping[str, Any]) -> ContainerProcesses:
     if os.geteuid() == 0 and is_beside_engine(container):
-        return HostProcesses(engine, str(container["Id"]), int(container["State"]["Pid"]))
-    return InsideProcesses(engine, str(container["Id"]))
+        first = int(container["State"]["Pid"])
+        return HostProcesses(engine, str(container["Id"]), first, bound_of(container))
+    return InsideProcesses(engine, str(container["Id"]), bound_of(container))
+
+
+def bound_of(container: Mapping[str, Any]) -> int | None:
+    """How many processes it may have, zombies included."""
+    bound = container["HostConfig"].get("PidsLimit")
+    return bound if bound and bound > 0 else None
 
 
 class HostProcesses:
     """They are this machine's own, and are found by their control group: nothing inside is asked,
     so nothing inside (no bound of processes, no shell of the agent's) stands against it."""
 
-    def __init__(self, engine: DockerEngine, container: str, first: int) -> None:
+    def __init__(self, engine: DockerEngine, container: str, first: int, bound: int | None) -> None:
         self._engine, self._container, self._first = engine, container, first
+        self._bound = bound
 
     async def terminate(self) -> None:
         await asyncio.to_thread(self._signal, signal.SIGTERM)
 
     async def end(self) -> None:
+        await self._kill_all()
+        await _until_reaped(self._zombies, self._bound)
+
+    async def _kill_all(self) -> None:
         for _ in range(_ROUNDS):
             if not await asyncio.to_thread(self._signal, signal.SIGKILL):
                 return
@@ -84,16 +99,20 @@ class HostProcesses:
                     os.close(held)
         return sent
 
-    def _pids(self) -> Iterator[int]:
-        for entry in os.listdir("/proc"):
-            if entry.isdecimal() and int(entry) != self._first and self._is_inside(int(entry)):
-                yield int(entry)
+    async def _zombies(self) -> int:
+        return await asyncio.to_thread(lambda: sum(1 for _ in self._pids(zombies=True)))
 
-    def _is_inside(self, pid: int) -> bool:
+    def _pids(self, *, zombies: bool = False) -> Iterator[int]:
+        for entry in os.listdir("/proc"):
+            pid = int(entry) if entry.isdecimal() else self._first
+            if pid != self._first and self._is_inside(pid, zombie=zombies):
+                yield pid
+
+    def _is_inside(self, pid: int, *, zombie: bool = False) -> bool:
         try:
             # A zombie is in its group until it is waited for, which the first process may never do.
             inside = self._container in Path(f"/proc/{pid}/cgroup").read_text()
-            return inside and not _is_zombie(pid)
+            return inside and _is_zombie(pid) == zombie
         except OSError:
             return False
 
@@ -105,8 +124,8 @@ def _is_zombie(pid: int) -> bool:
 class InsideProcesses:
     """By a shell inside: kill(-1) reaches all but itself and the first process."""
 
-    def __init__(self, engine: DockerEngine, container: str) -> None:
-        self._engine, self._container = engine, container
+    def __init__(self, engine: DockerEngine, container: str, bound: int | None) -> None:
+        self._engine, self._container, self._bound = engine, container, bound
 
     async def terminate(self) -> None:
         await self._kill_all("TERM")
@@ -114,22 +133,32 @@ class InsideProcesses:
     async def end(self) -> None:
         for _ in range(_ROUNDS):
             if not await self._others():
-                return
+                break
             await self._kill_all("KILL")
             await asyncio.sleep(_SETTLE_S)
-        if await self._others():
-            await kill_container(self._engine, self._container)
+        else:
+            if await self._others():
+                await kill_container(self._engine, self._container)
+        await _until_reaped(self._zombies, self._bound)
 
     async def _others(self) -> bool:
         """Whether any is left; zombies are none."""
         try:
-            found = await self._engine.call(
-                self._engine.api.top, self._container, ps_args="-eo pid,stat"
-            )
+            return sum(not state.startswith("Z") for state in await self._states()) > 1
         except APIError:
             return True
+
+    async def _zombies(self) -> int:
+        with suppress(APIError):
+            return sum(state.startswith("Z") for state in await self._states())
+        return 0
+
+    async def _states(self) -> list[str]:
+        found = await self._engine.call(
+            self._engine.api.top, self._container, ps_args="-eo pid,stat"
+        )
         state = found["Titles"].index("STAT")
-        return sum(not row[state].startswith("Z") for row in found["Processes"]) > 1
+        return [row[state] for row in found["Processes"]]
 
     async def _kill_all(self, name: str) -> None:
         api = self._engine.api
@@ -138,6 +167,14 @@ class InsideProcesses:
                 api.exec_create, self._container, ["/bin/sh", "-c", f"kill -{name} -1"], user="0"
             )
             await self._engine.call(api.exec_start, made["Id"])
+
+
+async def _until_reaped(zombies: Callable[[], Awaitable[int]], bound: int | None) -> None:
+    """Until they leave room for the next command, or the first process does not reap at all."""
+    for _ in range(_REAPS):
+        if bound is None or 2 * await zombies() < bound:
+            return
+        await asyncio.sleep(_SETTLE_S)
 
 
 async def kill_container(engine: DockerEngine, container: str) -> None:

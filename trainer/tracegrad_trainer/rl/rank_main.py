@@ -26,6 +26,16 @@ _MORE_ROOM = (
     "try fsdp.gradient_checkpointing = true, a smaller batches.tokens_per_micro_batch, [fsdp.lora],"
     " fsdp.cpu_offload = true, or more GPUs"
 )
+# What ends a rank with one line; anything else is a defect and ends with its traceback.
+_EXPECTED = (
+    RankZeroError,
+    torch.OutOfMemoryError,
+    CheckpointError,
+    PushError,
+    StoreError,
+    ValueError,
+    OSError,
+)
 
 
 class StopFlag:
@@ -87,25 +97,40 @@ def run_as_rank(
     die_with_parent(signal.SIGKILL)
     configure_logging()
     stop = StopFlag()
+    said = False
+
+    def say(error: Exception) -> None:
+        nonlocal said
+        if not said and (line := _last_words(error)):
+            said = True
+            # As a traceback ends: `utils.subprocesses` finds it in the log.
+            write_last_words(f"{type(error).__name__}: {line}")
+            if launch_rank() == 0:
+                failed(line)
+
     try:
         with ExitStack() as stack:
             stop.listen()
-            work(stack, stop)
-    except RankZeroError:
-        return 1  # rank 0 says why
-    except torch.OutOfMemoryError as error:
-        return _end(f"{str(error).split('.')[0]}; {_MORE_ROOM}", "OutOfMemoryError", failed)
-    except (CheckpointError, PushError, StoreError, ValueError, OSError) as error:
-        return _end(str(error), type(error).__name__, failed)
+            try:
+                work(stack, stop)
+            except _EXPECTED as error:
+                # Before the process group is left: a peer dies of that, and the launcher may then
+                # end this rank before it has said why.
+                say(error)
+                raise
+    except _EXPECTED as error:
+        say(error)  # of what the stack closes
+        return 1
     return 0
 
 
-def _end(line: str, kind: str, failed: Callable[[str], None]) -> int:
-    # As a traceback ends: `utils.subprocesses` finds it in the log.
-    write_last_words(f"{kind}: {line}")
-    if launch_rank() == 0:
-        failed(line)
-    return 1
+def _last_words(error: Exception) -> str:
+    """Empty where another rank says it."""
+    if isinstance(error, RankZeroError):
+        return ""
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"{str(error).split('.')[0]}; {_MORE_ROOM}"
+    return str(error)
 
 
 def read_settings(path: Path) -> TrainerSettings:

@@ -97,3 +97,29 @@ def _rank_without_a_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("die_with_parent", "configure_logging", "set_private_umask"):
         monkeypatch.setattr(f"tracegrad_trainer.rl.rank_main.{name}", lambda *_: None)
     monkeypatch.setattr(StopFlag, "listen", lambda _: None)
+
+
+@pytest.mark.usefixtures("_rank_without_a_parent")
+def test_a_rank_says_why_it_ends_before_it_leaves_its_peers(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its peers end as soon as it has left them, and the launcher then ends this one."""
+    order: list[str] = []
+
+    def work(stack: ExitStack, stop: StopFlag) -> None:
+        stack.callback(lambda: order.append(f"left after {capsys.readouterr().err!r}"))
+        raise OSError("No space left on device")
+
+    assert run_as_rank(work, failed=order.append) == 1
+    assert order == ["No space left on device", "left after 'OSError: No space left on device\\n'"]
+    assert capsys.readouterr().err == "", "once"
+
+
+@pytest.mark.usefixtures("_rank_without_a_parent")
+def test_a_rank_whose_end_fails_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def close() -> None:
+        raise ValueError("not closed")
+
+    said: list[str] = []
+    assert run_as_rank(lambda stack, _: stack.callback(close) and None, failed=said.append) == 1
+    assert (said, capsys.readouterr().err) == (["not closed"], "ValueError: not closed\n")
