@@ -11,6 +11,8 @@ from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
 
 ENTRY_POINT_GROUP = "tracegrad.readers"
+# `Turn.untrainable` of a turn that its producer took out of the loss, or a part of it.
+MASKED = "masked"
 
 
 @dataclass(frozen=True, slots=True)

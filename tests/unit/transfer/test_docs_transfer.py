@@ -15,7 +15,7 @@ from tracegrad.transfer.chat_conversations import ImportedConversation
 from tracegrad.transfer.deserialize import read_object
 from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import slime, trl, verl
-from tracegrad_integrations.interchange import atif_export
+from tracegrad_integrations.interchange import atif_export, training_trace
 
 PAGE = (Path(__file__).parents[3] / "docs" / "transfer.md").read_text()
 
@@ -24,7 +24,7 @@ def examples() -> list[dict[str, object]]:
     return [json.loads(block) for block in re.findall(r"```json\n(.*?)\n```", PAGE, re.DOTALL)]
 
 
-MODULES = (trl, verl, slime, atif_export)
+MODULES = (trl, verl, slime, atif_export, training_trace)
 LAYOUTS = [v for m in MODULES for v in vars(m).values() if isinstance(v, ExportLayout)]
 
 

@@ -17,11 +17,11 @@ from tracegrad.store.models import Rollouts
 from tracegrad.transfer import ExportLayout, find_layout, layout_names, parquet
 from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad_integrations.exports import slime, trl, verl
-from tracegrad_integrations.interchange import atif_export
+from tracegrad_integrations.interchange import atif_export, training_trace
 
 ALL = [
     value
-    for module in (trl, verl, slime, atif_export)
+    for module in (trl, verl, slime, atif_export, training_trace)
     for value in vars(module).values()
     if isinstance(value, ExportLayout)
 ]
@@ -67,8 +67,10 @@ def test_held_out_rollouts_are_no_rows_for_trainers_unless_they_are_asked_for(
 
 
 def unmarked(row: dict[str, Any]) -> dict[str, Any]:
-    """ATIF's say it of themselves."""
+    """Copies in formats of others say it of themselves."""
     row.get("extra", {}).get("tracegrad", {}).pop("held_out", None)
+    for each in row.get("turns", ()):
+        each["metadata"]["tracegrad"].get("rollout", {}).pop("held_out", None)
     return row
 
 
