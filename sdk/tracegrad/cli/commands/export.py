@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,13 +14,11 @@ from typing import Annotated, BinaryIO
 import typer
 
 from tracegrad.atomic_file import atomic_write
+from tracegrad.cli.commands.export_spans import send_rollouts
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.store_option import StoreOption, fail, open_store
 from tracegrad.events import Json
-from tracegrad.proxy.otel.rollout_spans import rollout_spans
-from tracegrad.proxy.otel.send_spans import NotSent, send_spans, traces_url
 from tracegrad.store import ALL, RolloutFilter
-from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
 from tracegrad.text_format import format_count
 from tracegrad.transfer import ExportLayout, LayoutUnknown, WriteFailed, find_layout, jsonl, parquet
 from tracegrad.transfer import parquet_columns as columns
@@ -68,17 +65,14 @@ def export_command(
     ] = None,
     which: RolloutFilter = ALL,
 ) -> None:
-    """Write rollouts, turns or rows of other trainers: JSONL, Parquet; or send spans."""
+    """Write rollouts, turns or rows of other trainers; or send spans."""
     if rollouts + turns + (layout is not None) + (otlp is not None) > 1:
         fail("--rollouts, --turns, --layout, --otlp: choose one", FAILED)
     if otlp is not None:
         if output is not None or file_format is not None:
             fail("--otlp sends; leave -o and --format out", FAILED)
         with open_store(store) as reading:
-            records = iter_rollouts(
-                reading, which, trained=trained, raw=not no_text, expert_routing=False
-            )
-            _send(records, traces_url(otlp), _headers(headers or []))
+            send_rollouts(reading, which, otlp, headers or [], trained=trained, text=not no_text)
         return
     if headers:
         fail("--header goes with --otlp", FAILED)
@@ -91,37 +85,6 @@ def export_command(
         with _failures():
             _write(output, write, rows)
     _print_export_counts(export.counts, output)
-
-
-def _send(records: Iterator[RolloutRecord], url: str, headers: Mapping[str, str]) -> None:
-    sent = 0
-    made = Counter[str]()
-    try:
-        for record in records:
-            spans = rollout_spans(record)
-            made.update({"rollout": 1, "span": len(spans)})
-            sent += send_spans(url, headers, spans)
-    except NotSent as error:
-        fail(f"{error} (sent before it: {format_count(sent, 'span')})", FAILED)
-    what = ", ".join(format_count(n, kind) for kind, n in made.items()) or "nothing"
-    typer.echo(f"sent {what} to {url}", err=True)
-    if refused := made["span"] - sent:
-        typer.echo(f"refused there: {format_count(refused, 'span')}", err=True)
-
-
-def _headers(given: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for header in given:
-        name, equals, value = header.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"{header!r}; write NAME=VALUE", param_hint="--header")
-        if value.startswith("@"):  # so that a secret is in no list of processes
-            try:
-                value = Path(value[1:]).read_text().strip()
-            except OSError as error:
-                fail(f"{value[1:]}: {error.strerror}", FAILED)
-        found[name.strip()] = value
-    return found
 
 
 def _layout(name: str | None) -> ExportLayout | None:
