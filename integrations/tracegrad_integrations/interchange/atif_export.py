@@ -22,6 +22,7 @@ from tracegrad.transfer.serialize import logprobs_json, rollout_object
 from tracegrad.turn_tree import TurnTree
 from tracegrad_integrations.exports.conversations import ChatTurn
 from tracegrad_integrations.interchange.atif_format import (
+    COLUMNS,
     OURS,
     VERSION,
     AtifAgent,
@@ -268,16 +269,6 @@ def _call(call: Json) -> AtifToolCall:
 ATIF = ExportLayout(
     name="atif",
     reader="harbor.models.trajectories.Trajectory (ATIF 1.7)",
-    columns={
-        "schema_version": "text",
-        "session_id": "text",
-        "trajectory_id": "text",
-        "agent": "json",
-        "steps": "json",
-        "notes": "text",
-        "final_metrics": "json",
-        "extra": "json",
-        "subagent_trajectories": "json",
-    },
+    columns=COLUMNS,
     rows=trajectory_rows,
 )

@@ -78,10 +78,10 @@ class AtifStep(_Fields, kw_only=True):
 
 
 class AtifAgent(_Fields, kw_only=True):
-    """`tool_definitions` as chat completions have them."""
+    """`tool_definitions` as chat completions have them. ATIF wants a version; many leave it out."""
 
     name: str
-    version: str
+    version: str | None = None
     model_name: str | None = None
     tool_definitions: list[Json] | None = None
     extra: Json | None = None
@@ -107,6 +107,19 @@ class AtifTrajectory(_Fields, kw_only=True):
     subagent_trajectories: list[AtifTrajectory] | None = None
 
 
+# Of a table, with one row a trajectory.
+COLUMNS = {
+    "schema_version": "text",
+    "session_id": "text",
+    "trajectory_id": "text",
+    "agent": "json",
+    "steps": "json",
+    "notes": "text",
+    "final_metrics": "json",
+    "extra": "json",
+    "subagent_trajectories": "json",
+}
+
 # What of a trajectory has a place in a rollout; the rest of it is kept beside.
 _STEP: Json = {
     **dict.fromkeys(("step_id", "timestamp", "source", "model_name", "message"), True),
@@ -128,7 +141,7 @@ PLACED: Json = {
     **dict.fromkeys(("schema_version", "session_id", "trajectory_id"), True),
     "agent": {"name": True, "model_name": True, "tool_definitions": True},
     "steps": [_STEP],
-    "extra": {OURS: True, "reward": True},
+    "extra": {OURS: True, "reward": True, "task_id": True},
 }
 # Embedded ones have no agent, id and reward of their own in a rollout.
 _EMBEDDED: Json = {

@@ -16,6 +16,7 @@ from tracegrad.jsonutil import dump_json
 from tracegrad.transfer.readers import ForeignReader, ForeignRollout
 from tracegrad.transfer.validation import InvalidObject, validate
 from tracegrad_integrations.interchange.atif_format import (
+    COLUMNS,
     OURS,
     READ_VERSIONS,
     AtifResult,
@@ -36,7 +37,9 @@ from tracegrad_integrations.interchange.foreign_rollout import (
     object_in,
     record_of,
     reward_object,
+    task_id_of,
     undated,
+    with_parsed_columns,
 )
 
 _IN_TURN = f".extra.{OURS}"
@@ -52,6 +55,7 @@ def read_trajectory(value: Json) -> ForeignRollout:
     if not value["schema_version"].startswith(READ_VERSIONS):
         problem = f"{value['schema_version']!r}; this tracegrad reads {READ_VERSIONS}x: update it"
         raise InvalidObject("schema_version", problem)
+    value = with_parsed_columns(value, COLUMNS)
     trajectory = validate(value, AtifTrajectory)
     ours = _our_fields(trajectory.extra, f"extra.{OURS}")
     # Of all of it: the same file is the same rollout, whatever its producer calls it.
@@ -68,20 +72,28 @@ def read_trajectory(value: Json) -> ForeignRollout:
         return dated(record_of(ours, turns, _IN_TURN))
     times = sorted(reader.times)
     at = (times[0], times[-1]) if times else (0.0, 0.0)
-    rollout = _foreign(trajectory, rollout_id, at, rest)
+    rollout = _foreign(trajectory, rollout_id, at, rest, task_id_of(reader.asked))
     record = record_of(rollout, turns, _IN_TURN)
     return dated(record) if times else undated(record)
 
 
 def _foreign(
-    trajectory: AtifTrajectory, rollout_id: str, at: tuple[float, float], rest: Json | None
+    trajectory: AtifTrajectory,
+    rollout_id: str,
+    at: tuple[float, float],
+    rest: Json | None,
+    asked: str | None,
 ) -> Json:
-    reward = (trajectory.extra or {}).get("reward")
+    extra = trajectory.extra or {}
+    reward, task_id = extra.get("reward"), extra.get("task_id", asked)
+    if task_id is not None and not isinstance(task_id, str):
+        raise InvalidObject("extra.task_id", "write a text")
     names = {"session_id": trajectory.session_id, "trajectory_id": trajectory.trajectory_id}
     return finished_rollout(
         rollout_id,
         at,
         agent=trajectory.agent.name,
+        task_id=task_id,
         tags={key: name for key, name in names.items() if name},
         task={"atif": rest} if rest else None,
         rewards=None
@@ -124,6 +136,7 @@ class _Reader:
     rollout_id: str
     found: list[_FoundTurn] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    asked: list[Json] = field(default_factory=list)  # before the first turn
 
     def trajectory(self, trajectory: AtifTrajectory, where: str) -> None:
         """`where`: its place, for errors; empty, or with a dot at its end."""
@@ -177,6 +190,8 @@ class _Reader:
         """Its id."""
         ours = dict(_our_fields(step.extra, where + _IN_TURN))
         is_ours = "turn_id" in ours
+        if not self.found:
+            self.asked = list(messages)
         model = step.model_name or trajectory.agent.model_name or ""
         turn: Json = {"model": model}
         if not is_ours:

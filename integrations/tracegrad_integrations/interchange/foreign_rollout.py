@@ -8,9 +8,11 @@ one before any training, where the file does not say more.
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from tracegrad.events import Json, Outcome, is_reward, token_id_array
@@ -18,6 +20,7 @@ from tracegrad.jsonutil import encode_json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.chat_conversations import NO_TOKENS
 from tracegrad.transfer.deserialize import read_object
+from tracegrad.transfer.layouts import Column
 from tracegrad.transfer.readers import ForeignRollout
 from tracegrad.transfer.schema import FORMAT
 from tracegrad.transfer.validation import InvalidObject
@@ -117,6 +120,27 @@ def check_logprobs(tokens: SampledTokens, where: str) -> None:
     found, wanted = len(tokens.logprobs), len(tokens.completion_token_ids)
     if found and found != wanted:
         raise InvalidObject(where, f"{found} for {wanted} sampled tokens; write one each")
+
+
+def task_id_of(messages: Sequence[Any]) -> str | None:
+    """Attempts at the same task begin with the same words of users: they form a group. None: no
+    user said anything."""
+    given = [message for message in messages if isinstance(message, dict)]
+    opening = takewhile(lambda message: message.get("role") != "assistant", given)
+    asked = [message.get("content") for message in opening if message.get("role") == "user"]
+    return digest(asked) if asked else None
+
+
+def with_parsed_columns(value: Json, columns: Mapping[str, Column]) -> Json:
+    """A row of a table, where what is nested stands as JSON text. Raises InvalidObject."""
+    found = dict(value)
+    for name, column in columns.items():
+        if column == "json" and isinstance(text := value.get(name), str):
+            try:
+                found[name] = json.loads(text)
+            except ValueError:
+                raise InvalidObject(name, "it is a text and no JSON; write objects") from None
+    return found
 
 
 def object_in(value: Any, where: str) -> Json:

@@ -32,7 +32,9 @@ from tracegrad_integrations.interchange.foreign_rollout import (
     object_in,
     record_of,
     reward_object,
+    task_id_of,
     undated,
+    with_parsed_columns,
 )
 
 VERSION: Literal[1] = 1
@@ -149,8 +151,7 @@ def _ours(detail: Json) -> Json:
 
 
 def is_trace(value: Json) -> bool:
-    turns = value.get("turns")
-    return "schema_version" in value and isinstance(turns, list) and "kind" not in value
+    return {"schema_version", "turns"} <= value.keys() and "kind" not in value
 
 
 def read_trace(value: Json) -> ForeignRollout:
@@ -158,6 +159,7 @@ def read_trace(value: Json) -> ForeignRollout:
     if value["schema_version"] != VERSION:
         problem = f"{value['schema_version']!r}; this tracegrad reads {VERSION}: update it"
         raise InvalidObject("schema_version", problem)
+    value = with_parsed_columns(value, TRAINING_TRACE.columns)
     trace = validate(value, Trace)
     if not trace.turns:
         raise InvalidObject("turns", "it is empty; write one turn or more")
@@ -181,7 +183,7 @@ def read_trace(value: Json) -> ForeignRollout:
         rollout_id,
         (0.0, 0.0),
         agent=_text(metadata.get("agent")),
-        task_id=_text(metadata.get("task_id")),
+        task_id=_text(metadata.get("task_id")) or _task_id(trace.turns[0]),
         rewards=rewards[-1:],
         task={"training_trace": rest} if rest else None,
     )
@@ -190,6 +192,12 @@ def read_trace(value: Json) -> ForeignRollout:
 
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _task_id(first: TraceTurn) -> str:
+    messages = first.request.get("messages")
+    asked = task_id_of(messages) if isinstance(messages, list) else None
+    return asked or digest(first.prompt_token_ids)
 
 
 def _add_turn(objects: TurnObjects, turn: TraceTurn, where: str, rollout_id: str) -> None:

@@ -154,6 +154,19 @@ def test_images_make_a_turn_untrainable(target: Store) -> None:
     assert first.untrainable == "media"
 
 
+def test_attempts_at_one_task_are_a_group_that_waits_to_be_trained(target: Store) -> None:
+    """As those do that began with the same words."""
+    another = copy.deepcopy(HARBORS) | {"session_id": "run-8", "extra": {"reward": 0.0}}
+    other_task = copy.deepcopy(HARBORS) | {"extra": {"reward": 1.0, "task_id": "made-up"}}
+    for trajectory in (HARBORS, another, other_task):
+        run(target, "-", text=json.dumps(trajectory))
+    tasks = [row.task_id for row in target.rollouts() if row.task_id != "made-up"]
+    assert len(tasks) == 2
+    assert len(set(tasks)) == 1
+    assert target.turn_counts().skipped == {}
+    assert set(target.turn_counts().pending) == {"waiting"}
+
+
 def test_a_trajectory_without_times_has_that_of_its_first_import(target: Store) -> None:
     changed = copy.deepcopy(HARBORS)
     for step in changed["steps"]:
@@ -166,6 +179,7 @@ def test_a_trajectory_without_times_has_that_of_its_first_import(target: Store) 
 
 BROKEN = [
     (("schema_version",), "ATIF-v2.0", "schema_version: 'ATIF-v2.0'; this tracegrad reads ATIF-v1"),
+    (("steps",), "[", "steps: it is a text and no JSON; write objects"),
     (("agent",), None, "agent: it is missing or null; write an object"),
     (("steps", 1, "message"), 3, "steps[1].message: 3 is a number; write a text or a list of"),
     (("steps", 1, "source"), "tool", "steps[1].source: 'tool'; write one of "),
@@ -203,6 +217,18 @@ def test_bad_trajectories_are_named(
     assert done.stderr.startswith(f"tracegrad: -:1: {message}"), done.stderr
     assert done.stderr.count("\n") == 1
     assert target.rollouts() == []
+
+
+@pytest.mark.parametrize("layout", ["atif", "openenv-trace"])
+def test_tables_are_read_too(target: Store, tmp_path: Path, layout: str) -> None:
+    """And what a store has is known to it in every form."""
+    url = f"sqlite:///{target.database.describe()}"
+    fill(target)
+    for name in ("rows.parquet", "rows.jsonl"):
+        path = str(tmp_path / name)
+        export = ["export", "--store", url, "--layout", layout, "-o", path]
+        assert CliRunner().invoke(app, export).exit_code == 0
+        assert run(target, path, text="").stdout == "10 rollouts: 0 new\n"
 
 
 def test_our_own_come_back_by_the_commands(target: Store, tmp_path: Path) -> None:
