@@ -174,6 +174,10 @@ UNTRAINED_TEXTS = {
         "Its tokens were dropped when its text was redacted (tracegrad redact --drop-tokens).",
         "",
     ),
+    "masked": ReasonText(
+        "It was imported, and its producer took its tokens, or some of them, out of the loss.",
+        "Ask who made the file why.",
+    ),
     # The rollout (store, ledger)
     "late": ReasonText(
         "It came in after its rollout had been leased for training.",

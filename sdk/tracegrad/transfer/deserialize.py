@@ -23,6 +23,7 @@ from tracegrad.transfer.chat_conversations import (
     is_conversation,
     read_conversation,
 )
+from tracegrad.transfer.readers import ForeignRollout, reader_of
 from tracegrad.transfer.schema import (
     FORMAT,
     RolloutObject,
@@ -33,16 +34,20 @@ from tracegrad.transfer.schema import (
 )
 from tracegrad.transfer.validation import InvalidObject, validate
 
-ImportedObject = RolloutRecord | ImportedConversation | StepRecord | VersionRecord | Span
+ImportedObject = (
+    RolloutRecord | ImportedConversation | ForeignRollout | StepRecord | VersionRecord | Span
+)
 
 
 def read_object(value: object) -> ImportedObject:
-    """What one line of an export holds, or a conversation from elsewhere."""
+    """What one line of an export holds, or what comes from elsewhere."""
     known = validate(value, dict[str, Any])
     if is_conversation(known):
         return read_conversation(known)
     version = known.get("tracegrad")
     if version is None:
+        if (reader := reader_of(known)) is not None:
+            return reader.read(known)
         raise InvalidObject("tracegrad", _why_foreign(known))
     if version != FORMAT:
         raise InvalidObject(

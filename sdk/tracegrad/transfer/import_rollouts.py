@@ -30,10 +30,13 @@ from tracegrad.store.types import StepRecord
 from tracegrad.transfer import jsonl, parquet
 from tracegrad.transfer.chat_conversations import ImportedConversation
 from tracegrad.transfer.deserialize import ImportedObject, read_object
+from tracegrad.transfer.readers import ForeignRollout
 from tracegrad.transfer.validation import InvalidObject
 
 _BATCH_BYTES = 8 << 20
 _BATCH_ROLLOUTS = 256
+# Rollouts that need not say when they were.
+_FromElsewhere = ImportedConversation | ForeignRollout
 
 
 class ImportStopped(Exception):
@@ -87,7 +90,7 @@ class RolloutImport:
 
     def _take(self, found: _ObjectAt, size: int) -> None:
         match found.read:
-            case RolloutRecord() | ImportedConversation():
+            case RolloutRecord() | ImportedConversation() | ForeignRollout():
                 self._check_steps(found.read)
                 if found.read.rollout_id in self._batch:
                     self.flush()
@@ -103,9 +106,9 @@ class RolloutImport:
             case VersionRecord() if not self.untrained:
                 self.added.add(import_versions(self.store, [found.read]))
 
-    def _check_steps(self, read: RolloutRecord | ImportedConversation) -> None:
+    def _check_steps(self, read: RolloutRecord | _FromElsewhere) -> None:
         """Steps have only numbers: those of the file must have been read, and be these."""
-        if self.untrained or isinstance(read, ImportedConversation):
+        if self.untrained or isinstance(read, _FromElsewhere):
             return
         if missing := read.steps - self._steps:
             raise InvalidObject(
@@ -128,11 +131,11 @@ class RolloutImport:
 
     def _copies(self, reads: Sequence[ImportedObject]) -> list[RolloutRecord]:
         now = time.time()
-        teachers = [read.rollout_id for read in reads if isinstance(read, ImportedConversation)]
-        here = opening_times(self.store, teachers) if teachers else {}
+        undated = [read.rollout_id for read in reads if isinstance(read, _FromElsewhere)]
+        here = opening_times(self.store, undated) if undated else {}
         copies = []
         for read in reads:
-            if isinstance(read, ImportedConversation):
+            if isinstance(read, _FromElsewhere):
                 copies.append(read.as_record(here.get(read.rollout_id, now)))
             elif isinstance(read, RolloutRecord):
                 copies.append(read.untrained() if self.untrained else read)
@@ -150,4 +153,6 @@ def _objects_of(name: str, file: BufferedReader) -> tuple[str, Iterator[tuple[in
         if not file.seekable():
             raise ImportStopped(f"{name}: Parquet cannot be read from a pipe; name the file")
         return ", row {}", parquet.read_rows(file)
+    if jsonl.is_one_document(file.peek(64)):
+        return ":{}", jsonl.read_document(file)
     return ":{}", jsonl.read_lines(file)

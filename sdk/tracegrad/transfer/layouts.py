@@ -14,8 +14,8 @@ from tracegrad.store.copy.export_records import RolloutRecord
 ENTRY_POINT_GROUP = "tracegrad.layouts"
 
 # What a column holds: "text", "integer", "number", "flag", "ids" (int32 list), "logprobs" (float32
-# list), "mask" (int8 list), "file" (bytes, in JSON as base64), "texts", "messages" (chat messages,
-# with the fields that occur), or an object of such columns.
+# list), "mask" (int8 list), "json" (a text with JSON), "file" (bytes, in JSON as base64), "texts",
+# "messages" (chat messages, with the fields that occur), or an object of such columns.
 Column = str | Mapping[str, "Column"]
 # Why something has no row, counted: {"no_reward": 3}.
 ReasonCounter = Counter[str]

@@ -85,20 +85,25 @@ def read_rows(file: BinaryIO) -> Iterator[tuple[int, int, Any]]:
         raise NotParquet(f"it is no Parquet file that can be read ({reason})") from error
 
 
+def schema(columns: Mapping[str, Column]) -> Any:
+    """Their types, as a PyArrow schema; "messages" have been spelled out. Raises ParquetMissing."""
+    _pyarrow()
+    import pyarrow
+
+    return pyarrow.schema([(name, _type(column)) for name, column in columns.items()])
+
+
 def _write(file: BinaryIO, rows: Iterable[Json], columns: Mapping[str, Column]) -> int:
     import pyarrow
     import pyarrow.parquet
 
-    schema = pyarrow.schema(
-        [(name, _type(column)) for name, column in columns.items()],
-        metadata={"tracegrad": str(FORMAT)},
-    )
+    arrow = schema(columns).with_metadata({"tracegrad": str(FORMAT)})
     if "tracegrad" in columns:  # lines of several kinds in one table
         rows = map(_rollout_row, rows)
     count = 0
-    with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
+    with pyarrow.parquet.ParquetWriter(file, arrow, compression="zstd") as writer:
         for group in _groups(_cell(row, columns) for row in rows):
-            writer.write_table(pyarrow.Table.from_pylist(group, schema=schema))
+            writer.write_table(pyarrow.Table.from_pylist(group, schema=arrow))
             count += len(group)
     return count
 

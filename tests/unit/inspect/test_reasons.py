@@ -38,6 +38,7 @@ CONSTANTS = {
     "DRIFT_GUARD",
     "HELD_OUT",
     "LATE",
+    "MASKED",
     "OVER_LENGTH",
     "OVER_SAMPLED",
     "TOKENS_REDACTED",

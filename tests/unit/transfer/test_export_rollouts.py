@@ -188,7 +188,7 @@ def test_a_layout_may_have_a_format_of_its_own(scene: Store, tmp_path: Path) -> 
         (["--format", "csv"], "'csv'; write jsonl or parquet"),
         (["-o", "rows.csv"], "'rows.csv' does not say which; write --format jsonl or parquet"),
         (["--layout", "nonsense"], "'nonsense'; there are: "),
-        (["--turns", "--rollouts"], "--rollouts, --turns, --layout: choose one"),
+        (["--turns", "--rollouts"], "--rollouts, --turns, --layout, --otlp: choose one"),
         (["-o", "/no/such/folder/x.jsonl"], "x.jsonl: No such file or directory; nothing was"),
         (["--outcome", "good"], "'good'; use open, completed"),
     ],

@@ -14,6 +14,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from tracegrad.atomic_file import atomic_write
+from tracegrad.cli.commands.export_spans import send_rollouts
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.store_option import StoreOption, fail, open_store
 from tracegrad.events import Json
@@ -40,6 +41,14 @@ def export_command(
         str | None,
         typer.Option("--layout", metavar="NAME", help="Rows as another trainer reads them."),
     ] = None,
+    otlp: Annotated[
+        str | None,
+        typer.Option("--otlp", metavar="URL", help="Send them as spans, instead of writing."),
+    ] = None,
+    headers: Annotated[
+        list[str] | None,
+        typer.Option("--header", metavar="NAME=VALUE", help="With --otlp; =@FILE reads it there."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of the screen.")
     ] = None,
@@ -56,9 +65,17 @@ def export_command(
     ] = None,
     which: RolloutFilter = ALL,
 ) -> None:
-    """Write rollouts, turns or rows of other trainers: JSONL, Parquet."""
-    if rollouts + turns + (layout is not None) > 1:
-        fail("--rollouts, --turns, --layout: choose one", FAILED)
+    """Write rollouts, turns or rows of other trainers; or send spans."""
+    if rollouts + turns + (layout is not None) + (otlp is not None) > 1:
+        fail("--rollouts, --turns, --layout, --otlp: choose one", FAILED)
+    if otlp is not None:
+        if output is not None or file_format is not None:
+            fail("--otlp sends; leave -o and --format out", FAILED)
+        with open_store(store) as reading:
+            send_rollouts(reading, which, otlp, headers or [], trained=trained, text=not no_text)
+        return
+    if headers:
+        fail("--header goes with --otlp", FAILED)
     chosen = _layout(layout)
     write = _writer(_format(file_format, output, chosen), chosen, turns=turns)
     with open_store(store) as reading:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.events import Span
+from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.flat_attributes import events_of, in_index_order, unflatten
 
-_RESULT = "gen_ai.evaluation.result"
+RESULT = "gen_ai.evaluation.result"
+_NAME, _SCORE = "gen_ai.evaluation.name", "gen_ai.evaluation.score.value"
 # Of the span, or of all its trace.
 _FLAT = (
     ("evaluations", "evaluation", False),
@@ -39,10 +40,10 @@ def evaluations_of(span: Span) -> list[Evaluation]:
 
 
 def _from_events(span: Span) -> Iterator[Evaluation]:
-    results = (event for event in events_of(span) if event.name == _RESULT)
+    results = (event for event in events_of(span) if event.name == RESULT)
     for number, (_, attributes) in enumerate(results):
-        value = _value(attributes, "gen_ai.evaluation.score.value")
-        name = attributes.get("gen_ai.evaluation.name")
+        value = _value(attributes, _SCORE)
+        name = attributes.get(_NAME)
         if value is None or not name:
             continue
         answer = attributes.get("gen_ai.response.id")
@@ -60,6 +61,17 @@ def _from_attributes(span: Span) -> Iterator[Evaluation]:
             value, name = _value(score, "score"), score.get("name")
             if value is not None and name:
                 yield Evaluation(f"{prefix}.{number}", str(name), value, whole=whole)
+
+
+def result_attributes(name: str, value: float, label: str | None, comment: str | None) -> Json:
+    """Of an event RESULT."""
+    found = {
+        _NAME: name,
+        _SCORE: value,
+        "gen_ai.evaluation.score.label": label,
+        "gen_ai.evaluation.explanation": comment,
+    }
+    return {key: each for key, each in found.items() if each is not None}
 
 
 def _value(attributes: Mapping[str, Any], name: str) -> float | None:

@@ -1,4 +1,5 @@
-"""LLM spans by OpenTelemetry's own conventions for GenAI, from their first form to today's.
+"""LLM spans by OpenTelemetry's own conventions for GenAI: read, from their first form to today's;
+written in today's.
 
 Texts stand, by age of the library, in the attributes `gen_ai.input.messages` and
 `gen_ai.output.messages`, in those of an event `gen_ai.client.inference.operation.details`, in one
@@ -13,6 +14,7 @@ from typing import Any
 
 from tracegrad.chat.messages import assistant_message
 from tracegrad.events import Json, Span
+from tracegrad.jsonutil import dump_json
 from tracegrad.proxy.otel.semconv.chat_completion import (
     LlmCall,
     canonical_content,
@@ -33,12 +35,18 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
 from tracegrad.proxy.otel.semconv.flat_attributes import SpanEvent, events_of
 
 OPERATION = "gen_ai.operation.name"
-LLM_OPERATIONS = frozenset({"chat", "text_completion", "generate_content"})
+CHAT = "chat"
+LLM_OPERATIONS = frozenset({CHAT, "text_completion", "generate_content"})
+# Of spans around the calls.
+INVOKE_AGENT, AGENT_NAME = "invoke_agent", "gen_ai.agent.name"
+CONVERSATION = "gen_ai.conversation.id"
 
-_INPUT, _OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
+INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
 _INSTRUCTIONS, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
 _DETAILS = "gen_ai.client.inference.operation.details"
 _CHOICE = "gen_ai.choice"
+_REQUEST_MODEL, _RESPONSE_MODEL = "gen_ai.request.model", "gen_ai.response.model"
+_RESPONSE_ID = "gen_ai.response.id"
 _MESSAGES = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
 _PROMPT, _COMPLETION = "gen_ai.content.prompt", "gen_ai.content.completion"
 
@@ -66,9 +74,9 @@ def read(span: Span) -> LlmCall:
     details = [event.attributes for event in events if event.name == _DETAILS]
     attributes = {**span.attributes, **(details[-1] if details else {})}
     messages = _instructions(attributes)
-    for message in objects(attributes.get(_INPUT)):
+    for message in objects(attributes.get(INPUT)):
         messages += _input(message)
-    outputs = objects(attributes.get(_OUTPUT))
+    outputs = objects(attributes.get(OUTPUT))
     if not messages:
         messages = _told_by_events(events)
     outputs = outputs or _choices(events)
@@ -91,10 +99,10 @@ def call_of(
 ) -> LlmCall:
     """The call with what stands in single attributes: model, settings, usage."""
     settings = {name: first(attributes, names) for name, names in _SETTINGS.items()}
-    model = attributes.get("gen_ai.request.model")
+    model = attributes.get(_REQUEST_MODEL)
     response = response_of(
-        id=attributes.get("gen_ai.response.id"),
-        model=attributes.get("gen_ai.response.model") or model,
+        id=attributes.get(_RESPONSE_ID),
+        model=attributes.get(_RESPONSE_MODEL) or model,
         replies=replies,
         finish_reasons=finish_reasons
         if any(finish_reasons)
@@ -219,3 +227,75 @@ def _listed(reasons: Any) -> list[Any]:
     if listed is None:
         return []
     return list(listed) if isinstance(listed, list | tuple) else [listed]
+
+
+def write(call: LlmCall) -> Json:
+    """The attributes of an LLM span: what `read` makes the call of again. A choice whose `message`
+    is None has texts that nobody knows."""
+    response = call.response or {}
+    usage = response.get("usage") or {}
+    choices = response.get("choices") or []
+    found: Json = {
+        OPERATION: CHAT,
+        _REQUEST_MODEL: call.request.get("model"),
+        _RESPONSE_MODEL: response.get("model"),
+        _RESPONSE_ID: response.get("id"),
+        _PROMPT_TOKENS[0]: usage.get("prompt_tokens"),
+        _COMPLETION_TOKENS[0]: usage.get("completion_tokens"),
+        _FINISH[0]: [reason for choice in choices if (reason := choice.get("finish_reason"))],
+        INPUT: _texts(map(_message_parts, call.request["messages"])),
+        OUTPUT: _texts(_choice_parts(choice) for choice in choices if choice["message"]),
+        _TOOLS: _texts(each["function"] | {"type": "function"} for each in _functions(call)),
+        **{names[0]: call.sampling.get(name) for name, names in _SETTINGS.items()},
+    }
+    return {name: value for name, value in found.items() if value not in (None, "", [])}
+
+
+def _texts(values: Iterable[Json]) -> str | None:
+    listed = list(values)
+    return dump_json(listed) if listed else None
+
+
+def _functions(call: LlmCall) -> list[Json]:
+    tools = objects(call.request.get("tools"))
+    return [each for each in tools if isinstance(each.get("function"), dict)]
+
+
+def _choice_parts(choice: Json) -> Json:
+    message = _message_parts({**choice["message"], "role": "assistant"})
+    return message | {"finish_reason": choice.get("finish_reason") or ""}
+
+
+def _message_parts(message: Json) -> Json:
+    content = message.get("content")
+    if message.get("role") == "tool":
+        call = {"type": "tool_call_response", "id": message.get("tool_call_id")}
+        return {"role": "tool", "parts": [{**call, "response": content}]}
+    parts: list[Json] = []
+    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+        parts.append({"type": "reasoning", "content": reasoning})
+    for part in [content] if isinstance(content, str) else content or ():
+        parts.append(_content_part(part))
+    for call in message.get("tool_calls") or ():
+        parts.append(_call_part(call))
+    named = {"name": message["name"]} if message.get("name") else {}
+    return {"role": message.get("role"), "parts": parts, **named}
+
+
+def _content_part(part: Any) -> Json:
+    if isinstance(part, str):
+        return {"type": "text", "content": part}
+    kind = str(part.get("type"))
+    if kind == "text":
+        return {"type": "text", "content": part.get("text")}
+    url = part.get(kind)
+    if kind.endswith("_url") and isinstance(url, dict) and isinstance(url.get("url"), str):
+        return {"type": "uri", "modality": kind.removesuffix("_url"), "uri": url["url"]}
+    return dict(part)
+
+
+def _call_part(call: Json) -> Json:
+    function = call.get("function") or {}
+    arguments = parsed(function.get("arguments"))
+    named = {"id": call.get("id"), "name": function.get("name")}
+    return {"type": "tool_call", **named, "arguments": arguments}

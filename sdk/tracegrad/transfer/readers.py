@@ -1,0 +1,49 @@
+"""Rollouts in formats of others. Readers come from packages, by entry points, as layouts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+
+from tracegrad.events import Json
+from tracegrad.store.copy.export_records import RolloutRecord
+
+ENTRY_POINT_GROUP = "tracegrad.readers"
+# `Turn.untrainable` of a turn that its producer took out of the loss, or a part of it.
+MASKED = "masked"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignRollout:
+    """A rollout of another format. `as_record` takes the time that it has where it says none: that
+    of its first import, so that importing it again changes nothing."""
+
+    rollout_id: str
+    as_record: Callable[[float], RolloutRecord]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignReader:
+    """`matches` says whether an object is of this format, `read` what it holds; it raises
+    InvalidObject, which names the field."""
+
+    name: str
+    matches: Callable[[Json], bool]
+    read: Callable[[Json], ForeignRollout]
+
+
+@cache
+def foreign_readers() -> tuple[ForeignReader, ...]:
+    found = []
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda each: each.name):
+        reader = entry.load()
+        assert isinstance(reader, ForeignReader), f"{entry.value} is no reader"
+        found.append(reader)
+    return tuple(found)
+
+
+def reader_of(value: Json) -> ForeignReader | None:
+    """None: no installed package knows objects like this one."""
+    return next((each for each in foreign_readers() if each.matches(value)), None)

@@ -1,0 +1,147 @@
+"""OpenEnv's training traces, out and in."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from typer.testing import CliRunner, Result
+
+from support.transfer.rollout_records import rollout_records
+from tracegrad.cli.app import app
+from tracegrad.events import Turn
+from tracegrad.jsonutil import dump_json
+from tracegrad.store import Store
+from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad_integrations.interchange.training_trace import read_trace, trace_rows
+
+
+def is_exact(turn: Turn) -> bool:
+    """Whether OpenEnv takes it."""
+    finite = all(map(math.isfinite, turn.completion_logprobs))
+    return bool(turn.prompt_token_ids and turn.completion_token_ids and finite)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rollout_records())
+def test_what_openenv_takes_comes_back(record: RolloutRecord) -> None:
+    left_out: Counter[str] = Counter()
+    kept = [turn for turn in record.turns if is_exact(turn)]
+    rows = [json.loads(dump_json(row)) for row in trace_rows([record], left_out)]
+    counted = sum(n for reason, n in left_out.items() if reason.startswith("turns: "))
+    assert counted == len(record.turns) - len(kept)
+    if not kept:
+        assert (rows, left_out["rollouts: no_turns"]) == ([], 1)
+        return
+    [row] = rows
+    back = read_trace(row).as_record(99.0)
+    assert [bare(turn) for turn in back.turns] == [bare(turn) for turn in kept]
+    assert replace(back, turns=(), spans=()) == replace(record, turns=())
+    ids = {turn.turn_id: turn for turn in record.turns}
+    for turn in back.turns:
+        parent = ids[turn.turn_id].parent_id
+        while parent is not None and not is_exact(ids[parent]):
+            parent = ids[parent].parent_id
+        assert turn.parent_id == parent
+
+
+def bare(turn: Turn) -> str:
+    return repr(replace(turn, request=None, response=None, parent_id=None))
+
+
+# As OpenEnv's capture of a harness's calls makes them.
+OPENENVS: dict[str, Any] = {
+    "schema_version": 1,
+    "turns": [
+        {
+            "node_id": "n0",
+            "prompt_token_ids": [1, 2],
+            "completion_token_ids": [3, 4],
+            "per_token_logps": [-0.5, -0.25],
+            "loss_mask": [0, 0, 1, 1],
+            "request": {"messages": [{"role": "user", "content": "2+2?"}], "tools": None},
+            "response": {
+                "choices": [
+                    {"message": {"role": "assistant", "content": "4"}, "finish_reason": "stop"}
+                ]
+            },
+            "metadata": {"index": 0, "model": "qwen", "sampling_params": {"temperature": 0.8}},
+        },
+        {
+            "node_id": "n1",
+            "prompt_token_ids": [1, 2, 3, 4, 5],
+            "completion_token_ids": [6, 7],
+            "per_token_logps": [-0.5, -0.25],
+            "loss_mask": [0, 0, 0, 0, 0, 1, 0],
+            "metadata": {"reward": 0.5},
+        },
+    ],
+}
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Store]:
+    with Store.open(f"sqlite:///{tmp_path / 'target.db'}") as store:
+        yield store
+
+
+def run(store: Store, value: Any) -> Result:
+    url = f"sqlite:///{store.database.describe()}"
+    return CliRunner().invoke(
+        app, ["import", "-"], env={"TRACEGRAD_STORE": url}, input=json.dumps(value)
+    )
+
+
+def test_a_trace_of_openenvs_is_a_rollout(target: Store) -> None:
+    assert run(target, OPENENVS).stdout == "1 rollout: 1 new, 2 new turns, 1 new reward\n"
+    assert run(target, OPENENVS).stdout == "1 rollout: 0 new\n"
+    [row] = target.rollouts()
+    assert (row.outcome, row.reward) == ("completed", 0.5)
+    first, second = target.rollout_turns(row.rollout_id)
+    assert (first.untrainable, second.untrainable) == (None, "masked")
+    assert (first.model, first.sampling) == ("qwen", {"temperature": 0.8})
+    assert second.parent_id == first.turn_id
+    assert second.completion_logprobs.tolist() == [-0.5, -0.25]
+    assert first.request == {"model": "qwen", "messages": [{"role": "user", "content": "2+2?"}]}
+    assert first.created_at > 1.7e9
+    task = target.rollout(row.rollout_id).task
+    assert task == {
+        "training_trace": {"n0": OPENENVS["turns"][0]["metadata"], "n1": {"reward": 0.5}}
+    }
+
+
+BROKEN = [
+    (("schema_version",), 2, "schema_version: 2; this tracegrad reads 1: update it"),
+    (("turns",), [], "turns: it is empty; write one turn or more"),
+    (("turns", 0, "per_token_logps"), [-1.0], "turns[0].per_token_logps: 1 for 2 sampled tokens"),
+    (("turns", 0, "loss_mask"), [0, 1], "turns[0].loss_mask: 2 for 2 + 2 tokens; write one each"),
+    (("turns", 0, "loss_mask", 0), 1, "turns[0].loss_mask: 1 in the prompt; write 0: it is con"),
+    (("turns", 0, "loss_mask", 0), 7, "turns[0].loss_mask[0]: 7; write 0 or 1"),
+    (("turns", 1, "node_id"), "", "turns[1].node_id: it is empty; write a text that is not empty"),
+    (("turns", 1, "node_id"), "n0", "turns[1].metadata.tracegrad.turn_id: "),
+    (("turns", 1, "metadata"), {"reward": "x"}, "turns[1].metadata.reward: 'x'; write a finite"),
+    (("turns", 1, "metadata"), {"tracegrad": []}, "turns[1].metadata.tracegrad: write an object"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN, ids=[m[:40] for *_, m in BROKEN])
+def test_bad_traces_are_named(
+    target: Store, path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    changed = copy.deepcopy(OPENENVS)
+    place: Any = changed
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    done = run(target, changed)
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"tracegrad: -:1: {message}"), done.stderr
+    assert target.rollouts() == []
