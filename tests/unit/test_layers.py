@@ -40,6 +40,7 @@ FLOORS = {
     "tracegrad.atomic_file": 0,
     "tracegrad.client_environ": 0,
     "tracegrad.call_check": 0,
+    "tracegrad.dspy_cache": 0,
     "tracegrad.log_format": 0,
     "tracegrad.digests": 0,
     "tracegrad.turn_tree": 1,

@@ -133,8 +133,8 @@ def test_a_broken_instrumentor_is_a_warning(
     install("openinference-instrumentation-smolagents", "smolagents")
     assert tracegrad.instrument() == ["smolagents"]
     assert warnings(caplog) == [
-        f"openinference-instrumentation-dspy 1.5 does not work with DSPy 1.5: {why}. Try pip install"
-        " -U openinference-instrumentation-dspy dspy; LLM calls are recorded all the same"
+        f"openinference-instrumentation-dspy 1.5 does not work with DSPy 1.5: {why}. Try pip"
+        " install -U openinference-instrumentation-dspy dspy; LLM calls are recorded all the same"
     ]
 
 
