@@ -34,6 +34,8 @@ class Framework:
         instrumentors: distributions that hold an instrumentor for it (entry points of the group
             `opentelemetry_instrumentor`); of several that are installed the first one is taken.
         native: it makes spans of OpenTelemetry itself, and no instrumentor is needed.
+        native_from: the major version from which it does, and instrumentors are left alone; 0: an
+            instrumentor that is installed goes before.
         needs_global: its own spans go to the process's tracer provider, and to no other.
         is_client: it calls models and has no agents. Its spans would only repeat what the proxy
             records, so it is left alone beside a framework, unless it is named.
@@ -48,6 +50,7 @@ class Framework:
     aliases: tuple[str, ...] = ()
     instrumentors: tuple[str, ...] = ()
     native: bool = False
+    native_from: int = 0
     needs_global: bool = False
     is_client: bool = False
     silenced_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -103,7 +106,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
             _OUTPUT_TYPE,
             Trap(
                 "It reports traces to its vendor.",
-                "`instrument()` takes that exporter away. Without it:"
+                "OpenInference's instrumentor takes that exporter away. Without it:"
                 " `OPENAI_AGENTS_DISABLE_TRACING=1`, which turns its spans off altogether.",
             ),
         ),
@@ -241,10 +244,13 @@ FRAMEWORKS: tuple[Framework, ...] = (
         title="AG2",
         packages=("ag2",),
         instrumentors=("openinference-instrumentation-ag2",),
+        native=True,
+        native_from=1,
+        needs_global=True,
         traps=(
             Trap(
-                "From 1.0 on no instrumentor takes it.",
-                "Give each agent `ag2.middleware.TelemetryMiddleware()`.",
+                "From 1.0 on an agent makes spans if it is told to.",
+                "`Agent(…, middleware=[TelemetryMiddleware(agent_name=…)])` (`ag2.middleware`).",
             ),
         ),
     ),

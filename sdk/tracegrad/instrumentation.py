@@ -35,7 +35,7 @@ def instrument(*names: str) -> list[str]:
     tools' spans around its LLM calls.
 
     Spans go through the tracer provider that the process has, and those of rollouts also to the
-    proxy. Strands, Agent Framework and (without OpenInference) Google ADK know no other than the
+    proxy. Strands, AG2, Agent Framework and (without OpenInference) ADK know no other than the
     process's: where it has none, it gets one that only the proxy hears. Set up your own before.
 
     Whatever goes wrong with a framework or with its instrumentor is a warning, once, with what to
@@ -96,10 +96,11 @@ def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
             f" pip install {framework.packages[0]}"
         )
         return False
-    found = list(_instrumentors(framework))
+    native = framework.native and _major(installed) >= framework.native_from
+    found = [] if native and framework.native_from else list(_instrumentors(framework))
     if found:
         on = _use_instrumentor(framework, installed, found, url)
-    elif framework.native:
+    elif native:
         _use_native(framework, url)
         on = True
     else:
@@ -171,7 +172,7 @@ def _switch_agent_framework(provider: Any) -> None:
     observability.enable_instrumentation()
 
 
-# Strands and ADK look for the process's provider, and need no switch.
+# Strands, ADK and AG2 look for the process's provider, and need no switch.
 _SWITCHES: dict[str, Callable[[Any], None]] = {
     "pydantic-ai": _switch_pydantic_ai,
     "agent-framework": _switch_agent_framework,
@@ -209,6 +210,11 @@ def _find(names: Iterable[str]) -> Distribution | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def _major(package: Distribution) -> int:
+    digits = package.version.split(".")[0]
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _warn(text: str) -> None:

@@ -88,6 +88,7 @@ OTHERS = [
         dialect="gemini",
     ),
     example("autogen", "autogen", "forecaster.on_messages_stream", "forecaster.weather"),
+    example("ag2", "ag2", "invoke_agent forecaster", "execute_tool weather"),
     example("anthropic", "anthropic", dialect="messages"),
     Example(
         name="mcp_tools",
