@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-fast test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
+.PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
 	controls cli-agent sql-agent check install install-dev lock
 
 install:  ## what the demo needs
@@ -26,11 +26,14 @@ SIDE_BY_SIDE := $(PYTEST) -n 3 --dist worksteal
 FILE_BY_FILE := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; about 30 minutes on two cores
-	$(SIDE_BY_SIDE) -m "not slow" tests/clients
+	$(SIDE_BY_SIDE) -m "not (slow or frameworks)" tests/clients tests/frameworks
 	$(FILE_BY_FILE) -m "(vllm or agents or docker) and not slow" tests/integration tests/faults tests/agents
 
 test-fast: install-dev  ## no vLLM, no CLI agents, no containers, no client libraries' own suites
-	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker)" --ignore=tests/clients
+	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker)" --ignore=tests/clients --ignore=tests/frameworks
+
+test-frameworks: install-dev  ## every agent framework's example, each in a Python of its own; some ten minutes the first time
+	$(FILE_BY_FILE) tests/frameworks
 
 test-long: test  ## the long forms too
 	$(BIN)/python -m pytest -m slow

@@ -21,6 +21,7 @@ from tracegrad.decorators import Reward, reward, rollout, trace, turn
 from tracegrad.events import Outcome
 from tracegrad.exporter import Stats, flush, stats
 from tracegrad.feedback_client import Feedback, feedback
+from tracegrad.instrumentation import instrument
 from tracegrad.intake_client import Intake, intake, wait_for_intake
 from tracegrad.version import VERSION
 
@@ -51,6 +52,7 @@ __all__ = [
     "__version__",
     "feedback",
     "flush",
+    "instrument",
     "intake",
     "reward",
     "rollout",

@@ -31,6 +31,7 @@ from typing import Any, Generic, SupportsFloat, TypeVar, cast, overload
 
 from tracegrad import (
     context,
+    dspy_cache,
     exporter,
     http_patching,
     intake_client,
@@ -173,6 +174,8 @@ class rollout(AbstractContextManager[Rollout]):
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
             said = error_line(error, context.MAX_ERROR_CHARS)
         self._expect_calls(outcome)
+        if self._task is not None and not self._rollout.held_out:
+            dspy_cache.warn_of_cached_answers()
         self._rollout.finish(outcome, said)
 
     def _expect_calls(self, outcome: Outcome) -> None:

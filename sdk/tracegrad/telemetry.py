@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -34,6 +34,7 @@ from opentelemetry.sdk.trace import Span as SdkSpan
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Status, StatusCode
+from opentelemetry.util.types import Attributes
 
 from tracegrad import context
 from tracegrad.exporter import EventExporter, exporter
@@ -213,25 +214,88 @@ def _clean(value: Any, most: int | None) -> Any:
 
 _lock = threading.RLock()
 os.register_at_fork(after_in_child=lambda: globals().update(_lock=threading.RLock()))
-_private: dict[str, trace.Tracer] = {}
-_joined: WeakKeyDictionary[TracerProvider, trace.Tracer] = WeakKeyDictionary()
+_private: dict[str, TracerProvider] = {}
+_tracers: WeakKeyDictionary[TracerProvider, trace.Tracer] = WeakKeyDictionary()
 
 
 def tracer(url: str) -> trace.Tracer:
     """The tracer whose spans reach the proxy at `url`."""
+    with _lock:
+        provider = provider_of(url)
+        if (found := _tracers.get(provider)) is None:
+            found = _tracers[provider] = provider.get_tracer(_TRACER)
+        return found
+
+
+_joined: WeakSet[TracerProvider] = WeakSet()  # whose spans of rollouts reach a proxy
+
+
+def provider_of(url: str) -> TracerProvider:
+    """The process's provider, joined; where it has none, a private one for the proxy at `url`."""
     theirs = trace.get_tracer_provider()
     with _lock:
         if isinstance(theirs, TracerProvider):
-            if (ours := _joined.get(theirs)) is None:
+            if theirs not in _joined:
                 theirs.add_span_processor(RolloutSpanProcessor(exporter(url)))
-                ours = _joined[theirs] = theirs.get_tracer(_TRACER)
-            return ours
+                _joined.add(theirs)
+            return theirs
         if url not in _private:
             # Not theirs to sample; and the exporter flushes at exit, in its own time.
-            provider = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
-            provider.add_span_processor(RolloutSpanProcessor(exporter(url)))
-            _private[url] = provider.get_tracer(_TRACER)
+            private = TracerProvider(sampler=ALWAYS_ON, shutdown_on_exit=False)
+            private.add_span_processor(RolloutSpanProcessor(exporter(url)))
+            _joined.add(private)
+            _private[url] = private
         return _private[url]
+
+
+def make_global(url: str) -> None:
+    """For libraries that ask for the process's provider and take no other: where the process has
+    none, the private one becomes that. The agent cannot set up its own any more: OpenTelemetry
+    takes one for a process."""
+    provider = provider_of(url)
+    if trace.get_tracer_provider() is not provider:
+        trace.set_tracer_provider(provider)
+
+
+class FollowingTracerProvider(trace.TracerProvider):
+    """To be given to instrumentors, which keep their tracer for good: each span goes through the
+    provider that the process has when it begins. So the agent may set up its own later."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def get_tracer(
+        self,
+        instrumenting_module_name: str,
+        instrumenting_library_version: str | None = None,
+        schema_url: str | None = None,
+        attributes: Attributes | None = None,
+    ) -> trace.Tracer:
+        scope = (instrumenting_module_name, instrumenting_library_version, schema_url, attributes)
+        return _FollowingTracer(self._url, scope)
+
+
+class _FollowingTracer(trace.Tracer):
+    def __init__(self, url: str, scope: tuple[Any, ...]) -> None:
+        self._url = url
+        self._scope = scope
+        self._of: WeakKeyDictionary[TracerProvider, trace.Tracer] = WeakKeyDictionary()
+
+    def _now(self) -> trace.Tracer:
+        provider = provider_of(self._url)
+        if (found := self._of.get(provider)) is None:
+            found = self._of[provider] = provider.get_tracer(*self._scope)
+        return found
+
+    @property
+    def id_generator(self) -> Any:  # OpenInference's tracer asks for it
+        return getattr(self._now(), "id_generator", None)
+
+    def start_span(self, *args: Any, **kwargs: Any) -> trace.Span:
+        return self._now().start_span(*args, **kwargs)
+
+    def start_as_current_span(self, *args: Any, **kwargs: Any) -> Any:
+        return self._now().start_as_current_span(*args, **kwargs)
 
 
 _entered: ContextVar[object] = ContextVar("tracegrad_span", default=None)

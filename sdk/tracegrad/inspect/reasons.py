@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tracegrad.events import Turn
+from tracegrad.frameworks import causes_of
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason
 from tracegrad.store import RolloutDetail, RolloutSummary, Scoring
 from tracegrad.store.types import HELD_OUT, LATE
@@ -84,6 +85,16 @@ FORK_TEXTS = {
 }
 
 
+def _framework_habits(reason: str) -> str:
+    """What frameworks do by themselves that has this reason: each of their traps with its remedy
+    (docs/frameworks.md)."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for framework, trap in causes_of(reason):
+        said = (trap.what.rstrip(".").replace("`", ""), trap.remedy.rstrip(".").replace("`", ""))
+        found.setdefault(said, []).append(framework.title)
+    return "; ".join(f"{', '.join(who)}: {what}: {fix}" for (what, fix), who in found.items())
+
+
 # Why a turn was not trained, and will not be.
 UNTRAINED_TEXTS = {
     "long_negative": ReasonText(
@@ -124,8 +135,7 @@ UNTRAINED_TEXTS = {
     "constrained": ReasonText(
         "A grammar, schema, forced or strict tool, least length, forbidden word, list of tokens or "
         "thinking budget allowed the model only some of the tokens.",
-        "Strict tools, which openai-agents, CrewAI and pydantic-ai make by default: have the proxy "
-        "free them (TRACEGRAD_PROXY_SAMPLING=free). Else leave response_format, guided decoding, "
+        f"{_framework_habits('constrained')}. Else leave response_format, guided decoding, "
         "tool_choice, min_tokens, bad_words, allowed_token_ids and thinking_token_budget out, or "
         "have the agent check the answer itself.",
     ),

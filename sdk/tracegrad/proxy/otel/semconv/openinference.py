@@ -37,7 +37,9 @@ _SETTINGS = (
 )
 
 
-def read(span: Span) -> LlmCall:
+def read(span: Span) -> LlmCall | None:
+    """None for a span that says neither what was asked nor what was answered: LlamaIndex's has two
+    such around each call."""
     attributes = span.attributes
     asked, answered = (
         _object(attributes.get("input.value")),
@@ -61,6 +63,8 @@ def read(span: Span) -> LlmCall:
             reasoning=attributes.get(_COUNT + "completion_details.reasoning"),
         ),
     )
+    if not messages and response is None:
+        return None
     settings = {name: wished.get(name) for name in _SETTINGS}
     return LlmCall(request_of(model, messages, _tools(attributes, wished), settings), response)
 

@@ -162,3 +162,16 @@ def test_numbers_in_names_are_an_order_and_nothing_else() -> None:
     tree = unflatten({"a.10.x": 1, "a.9.x": 2, "a.999999999.x": 3, "a.b": 4, "a.9": 5}, "a")
     assert in_index_order(tree) == [{"x": 2}, {"x": 1}, {"x": 3}]
     assert in_index_order({"9" * 5000: {"x": 1}}) == []
+
+
+def test_a_span_of_openinference_that_says_nothing_of_a_call_is_none() -> None:
+    """As those that its instrumentor for LlamaIndex puts around a call."""
+    attributes = {
+        "openinference.span.kind": "LLM",
+        "llm.model_name": "m",
+        "llm.invocation_parameters": "{}",
+        "llm.tools.0.tool.json_schema": "{}",
+        "output.value": '{"messages": ["ChatMessage(...)"]}',
+    }
+    assert llm_call(span(attributes)) is None
+    assert llm_call(span({**attributes, "llm.prompts.0.prompt.text": "Rain?"})) is not None

@@ -1,0 +1,45 @@
+"""AutoGen's AssistantAgent.
+
+TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/autogen.py
+"""
+
+import asyncio
+import os
+
+from autogen_agentchat.agents import AssistantAgent
+from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+from tracegrad import instrument, trace  # 1
+
+print("spans of:", *instrument())  # 2
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"Rain in {city}."
+
+
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+def solve(question: str) -> str:
+    return asyncio.run(_run(question))
+
+
+async def _run(question: str) -> str:
+    model = OpenAIChatCompletionClient(
+        model=os.environ.get("MODEL", "policy"),
+        model_info={
+            "vision": False,
+            "function_calling": True,
+            "json_output": False,
+            "structured_output": False,
+            "family": "unknown",
+        },
+    )
+    # `reflect_on_tool_use` would leave the tools out of the second call, which forks.
+    agent = AssistantAgent("forecaster", model, tools=[weather], max_tool_iterations=3)
+    return str((await agent.run(task=question)).messages[-1].content)
+
+
+if __name__ == "__main__":
+    for _ in range(2):  # attempts at one task
+        print(solve("What is the weather in Ulm?"))

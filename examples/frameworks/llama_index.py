@@ -1,0 +1,43 @@
+"""LlamaIndex's FunctionAgent.
+
+TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/llama_index.py
+"""
+
+import asyncio
+import os
+import sys
+
+sys.path.pop(0)  # this file has the name of the package that it imports
+
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.llms.openai_like import OpenAILike
+
+from tracegrad import instrument, trace  # 1
+
+print("spans of:", *instrument())  # 2
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"Rain in {city}."
+
+
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+def solve(question: str) -> str:
+    model = OpenAILike(
+        model=os.environ.get("MODEL", "policy"),
+        is_chat_model=True,
+        is_function_calling_model=True,
+        temperature=1.0,  # 0.1 is the default
+    )
+    agent = FunctionAgent(name="forecaster", tools=[weather], llm=model)
+    return asyncio.run(_run(agent, question))
+
+
+async def _run(agent: FunctionAgent, question: str) -> str:
+    return str(await agent.run(question))
+
+
+if __name__ == "__main__":
+    for _ in range(2):  # attempts at one task
+        print(solve("What is the weather in Ulm?"))

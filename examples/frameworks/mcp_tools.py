@@ -1,0 +1,35 @@
+"""An agent of OpenAI's Agents SDK whose tools are those of an MCP server, in a process of its own.
+
+TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/mcp_tools.py
+"""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from agents.mcp import MCPServerStdio
+
+from agents import Agent, Runner
+from tracegrad import instrument, trace  # 1
+
+print("spans of:", *instrument("openai-agents", "mcp"))  # 2
+
+SERVER = Path(__file__).with_name("mcp_server.py")
+
+
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+async def solve(question: str) -> str:
+    async with MCPServerStdio({"command": sys.executable, "args": [str(SERVER)]}) as tools:
+        model = os.environ.get("MODEL", "policy")
+        agent = Agent(name="forecaster", model=model, mcp_servers=[tools])
+        return str((await Runner.run(agent, question)).final_output)
+
+
+async def main() -> None:
+    for _ in range(2):  # attempts at one task
+        print(await solve("What is the weather in Ulm?"))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,33 @@
+"""An agent of Pydantic AI with a tool.
+
+TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/pydantic_ai.py
+"""
+
+import os
+import sys
+
+sys.path.pop(0)  # this file has the name of the package that it imports
+
+from pydantic_ai import Agent, Tool
+
+from tracegrad import instrument, trace  # 1
+
+print("spans of:", *instrument())  # 2
+
+
+def weather(city: str) -> str:
+    """The weather in a city."""
+    return f"Rain in {city}."
+
+
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+def solve(question: str) -> str:
+    model = "openai-chat:" + os.environ.get("MODEL", "policy")
+    # A strict tool, which is the default, bends what the model samples.
+    agent = Agent(model, name="forecaster", tools=[Tool(weather, strict=False)])
+    return agent.run_sync(question).output
+
+
+if __name__ == "__main__":
+    for _ in range(2):  # attempts at one task
+        print(solve("What is the weather in Ulm?"))

@@ -1,0 +1,311 @@
+"""The agent frameworks that are known here: what is instrumented in each, by whom, and which of
+their habits keep turns from being trained. The one list: `tracegrad.instrument()` works by it,
+`tracegrad rollouts explain` quotes it, and docs/frameworks.md is held against it by a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Trap:
+    """What a framework does unless it is told otherwise, and what to do about it.
+
+    `reason`: why turns are not trained because of it, in the store's words; None: for another
+    cause, or they are.
+    """
+
+    what: str
+    remedy: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Framework:
+    """One framework, or one vendor's client.
+
+    Attributes:
+        name: what `instrument()` takes and returns.
+        title: as its makers write it.
+        packages: any of these distributions is the framework.
+        aliases: other names that `instrument()` takes for it.
+        instrumentors: distributions that hold an instrumentor for it (entry points of the group
+            `opentelemetry_instrumentor`); of several that are installed the first one is taken.
+        native: it makes spans of OpenTelemetry itself, and no instrumentor is needed.
+        native_from: the major version from which it does, and instrumentors are left alone; 0: an
+            instrumentor that is installed goes before.
+        needs_global: its own spans go to the process's tracer provider, and to no other.
+        is_client: it calls models and has no agents. Its spans would only repeat what the proxy
+            records, so it is left alone beside a framework, unless it is named.
+        silenced_by: variables that turn its spans off, and the values that do.
+        reports_unless: a variable that keeps it from reporting to its vendor; None: it does not
+            report. `reports_also_unless`: others that do the same.
+    """
+
+    name: str
+    title: str
+    packages: tuple[str, ...]
+    aliases: tuple[str, ...] = ()
+    instrumentors: tuple[str, ...] = ()
+    native: bool = False
+    native_from: int = 0
+    needs_global: bool = False
+    is_client: bool = False
+    silenced_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    reports_unless: str | None = None
+    reports_also_unless: tuple[str, ...] = ()
+    traps: tuple[Trap, ...] = field(default=())
+
+
+_ON, _OFF = ("1", "true"), ("0", "false")
+
+STRICT_TOOLS = "TRACEGRAD_PROXY_SAMPLING=free"
+_OUTPUT_TYPE = Trap(
+    "An `output_type` is a response format, or a forced tool.",
+    "Parse the answer yourself, where its turns are to be trained.",
+    "constrained",
+)
+
+FRAMEWORKS: tuple[Framework, ...] = (
+    Framework(
+        name="langchain",
+        title="LangChain and LangGraph",
+        packages=("langchain-core",),
+        aliases=("langgraph",),
+        instrumentors=(
+            "openinference-instrumentation-langchain",
+            "opentelemetry-instrumentation-genai-langchain",
+            "opentelemetry-instrumentation-langchain",
+        ),
+        traps=(
+            Trap("Reasoning is not sent back to the model.", "None: it forks where it is trained."),
+            Trap(
+                "`stream_usage` is off for any server but OpenAI's.",
+                "`ChatOpenAI(stream_usage=True)`, if you read usage of streams; the proxy knows it"
+                " anyway.",
+            ),
+        ),
+    ),
+    Framework(
+        name="openai-agents",
+        title="OpenAI Agents SDK",
+        packages=("openai-agents",),
+        instrumentors=(
+            "openinference-instrumentation-openai-agents",
+            "opentelemetry-instrumentation-genai-openai-agents",
+        ),
+        silenced_by=(("OPENAI_AGENTS_DISABLE_TRACING", _ON),),
+        traps=(
+            Trap(
+                "Tools are strict.",
+                f"`@function_tool(strict_mode=False)`, or `{STRICT_TOOLS}`.",
+                "constrained",
+            ),
+            _OUTPUT_TYPE,
+            Trap(
+                "It reports traces to its vendor.",
+                "OpenInference's instrumentor takes that exporter away. Without it:"
+                " `OPENAI_AGENTS_DISABLE_TRACING=1`, which turns its spans off altogether.",
+            ),
+        ),
+    ),
+    Framework(
+        name="pydantic-ai",
+        title="Pydantic AI",
+        packages=("pydantic-ai-slim", "pydantic-ai"),
+        native=True,
+        traps=(
+            Trap(
+                "Tools are strict.",
+                f"`Tool(f, strict=False)`, or `{STRICT_TOOLS}`.",
+                "constrained",
+            ),
+            _OUTPUT_TYPE,
+        ),
+    ),
+    Framework(
+        name="crewai",
+        title="CrewAI",
+        packages=("crewai",),
+        instrumentors=(
+            "openinference-instrumentation-crewai",
+            "opentelemetry-instrumentation-crewai",
+        ),
+        reports_unless="CREWAI_DISABLE_TELEMETRY",
+        reports_also_unless=("CREWAI_DISABLE_TRACKING", "OTEL_SDK_DISABLED"),
+        traps=(
+            Trap("Tools are strict.", f"`{STRICT_TOOLS}`.", "constrained"),
+            Trap(
+                "It reports to its vendor.",
+                "`CREWAI_DISABLE_TELEMETRY=true`, before it is imported.",
+            ),
+            Trap(
+                "A model that it does not know it wants LiteLLM for.",
+                "Give `LLM` a `base_url`.",
+            ),
+        ),
+    ),
+    Framework(
+        name="smolagents",
+        title="smolagents",
+        packages=("smolagents",),
+        instrumentors=(
+            "openinference-instrumentation-smolagents",
+            "opentelemetry-instrumentation-genai-smolagents",
+        ),
+        traps=(
+            Trap(
+                "`ToolCallingAgent` asks for `tool_choice=required`.",
+                '`OpenAIModel(…, tool_choice="auto")`; `CodeAgent` asks for none.',
+                "constrained",
+            ),
+            Trap(
+                "It writes calls and results into later prompts as text.",
+                "None: such turns fork.",
+            ),
+        ),
+    ),
+    Framework(
+        name="dspy",
+        title="DSPy",
+        packages=("dspy", "dspy-ai"),
+        instrumentors=(
+            "openinference-instrumentation-dspy",
+            "opentelemetry-instrumentation-genai-dspy",
+        ),
+        traps=(
+            Trap(
+                "Its cache, in memory and on the disk, answers what was asked before: equal"
+                " attempts get one answer.",
+                "`dspy.LM(…, cache=False)`.",
+            ),
+            Trap(
+                "`api_base=` takes an engine of its own on raw sockets.",
+                "Leave it out and set `OPENAI_BASE_URL`, or give it `r.base_url`.",
+            ),
+        ),
+    ),
+    Framework(
+        name="strands",
+        title="Strands Agents",
+        packages=("strands-agents",),
+        native=True,
+        needs_global=True,
+    ),
+    Framework(
+        name="agent-framework",
+        title="Microsoft Agent Framework",
+        packages=("agent-framework-core", "agent-framework"),
+        native=True,
+        needs_global=True,
+        silenced_by=(("ENABLE_INSTRUMENTATION", _OFF),),
+    ),
+    Framework(
+        name="llama-index",
+        title="LlamaIndex",
+        packages=("llama-index-core",),
+        instrumentors=(
+            "openinference-instrumentation-llama-index",
+            "opentelemetry-instrumentation-genai-llama-index",
+        ),
+        traps=(
+            Trap("The temperature is 0.1.", "`temperature=1.0`."),
+            Trap(
+                "`ReActAgent` spells arguments anew.",
+                "`FunctionAgent`; turns of the other fork.",
+            ),
+        ),
+    ),
+    Framework(
+        name="google-adk",
+        title="Google ADK",
+        packages=("google-adk",),
+        instrumentors=("openinference-instrumentation-google-adk",),
+        native=True,
+        needs_global=True,
+    ),
+    Framework(
+        name="autogen",
+        title="AutoGen",
+        packages=("autogen-agentchat",),
+        instrumentors=("openinference-instrumentation-autogen-agentchat",),
+        traps=(
+            Trap(
+                "`reflect_on_tool_use=True` leaves the tools out of its second call, which forks"
+                " (`tools_changed`).",
+                "`max_tool_iterations`.",
+            ),
+        ),
+    ),
+    Framework(
+        name="ag2",
+        title="AG2",
+        packages=("ag2",),
+        instrumentors=("openinference-instrumentation-ag2",),
+        native=True,
+        native_from=1,
+        needs_global=True,
+        traps=(
+            Trap(
+                "From 1.0 on an agent makes spans if it is told to.",
+                "`Agent(…, middleware=[TelemetryMiddleware(agent_name=…)])` (`ag2.middleware`).",
+            ),
+        ),
+    ),
+    Framework(
+        name="claude-agent-sdk",
+        title="Claude Agent SDK",
+        packages=("claude-agent-sdk",),
+        instrumentors=("openinference-instrumentation-claude-agent-sdk",),
+        reports_unless="CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
+        traps=(
+            Trap(
+                "It starts the Claude Code CLI, which calls the model and reports to its vendor.",
+                "`@trace(environ=True)`, and `CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`.",
+            ),
+        ),
+    ),
+    Framework(
+        name="mcp",
+        title="MCP",
+        packages=("mcp",),
+        instrumentors=("openinference-instrumentation-mcp",),
+        is_client=True,
+    ),
+    Framework(
+        name="anthropic",
+        title="Anthropic SDK",
+        packages=("anthropic",),
+        instrumentors=(
+            "openinference-instrumentation-anthropic",
+            "opentelemetry-instrumentation-genai-anthropic",
+            "opentelemetry-instrumentation-anthropic",
+        ),
+        is_client=True,
+    ),
+    Framework(
+        name="openai",
+        title="OpenAI SDK",
+        packages=("openai",),
+        instrumentors=(
+            "openinference-instrumentation-openai",
+            "opentelemetry-instrumentation-genai-openai",
+            "opentelemetry-instrumentation-openai-v2",
+            "opentelemetry-instrumentation-openai",
+        ),
+        is_client=True,
+    ),
+)
+
+
+def by_name() -> dict[str, Framework]:
+    """By the names and aliases that `instrument()` takes."""
+    return {name: each for each in FRAMEWORKS for name in (each.name, *each.aliases)}
+
+
+def causes_of(reason: str) -> Iterator[tuple[Framework, Trap]]:
+    """Which frameworks' habits make turns untrainable for this reason."""
+    for framework in FRAMEWORKS:
+        yield from ((framework, trap) for trap in framework.traps if trap.reason == reason)

@@ -1,0 +1,223 @@
+"""`tracegrad.instrument()`: turns on the spans of the agent frameworks that are installed.
+
+Nothing here wraps a framework. Where OpenInference or OpenTelemetry has an instrumentor, that is
+turned on; where a framework makes spans itself, they are read. A framework is found by its
+distribution, without an import; an instrumentor imports the framework that it is for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from tracegrad import context
+from tracegrad.frameworks import FRAMEWORKS, Framework, by_name
+from tracegrad.serializer import error_line
+from tracegrad.signal_errors import is_of_signal_handler
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, EntryPoint
+
+_log = logging.getLogger("tracegrad")
+
+GROUP = "opentelemetry_instrumentor"
+# OpenTelemetry's own list of what is not to be instrumented: names of entry points.
+_DISABLED = "OTEL_PYTHON_DISABLED_INSTRUMENTATIONS"
+_MAX_ERROR_CHARS = 300
+_said: set[str] = set()
+
+
+def instrument(*names: str) -> list[str]:
+    """Turns on the spans of the installed agent frameworks, so that a rollout has its agents' and
+    tools' spans around its LLM calls.
+
+    Spans go through the tracer provider that the process has, and those of rollouts also to the
+    proxy. Strands, AG2, Agent Framework and (without OpenInference) ADK know no other than the
+    process's: where it has none, it gets one that only the proxy hears. Set up your own before.
+
+    Whatever goes wrong with a framework or with its instrumentor is a warning, once, with what to
+    do about it. Calling it again does nothing more.
+
+    Args:
+        names: of the frameworks; none: all that are installed. Each takes as long as its import:
+            where several are installed, and one is used, name it.
+
+    Returns:
+        The names of those that are on now, whoever turned them on.
+
+    Raises:
+        ValueError: a name that is no framework's; or TRACEGRAD_URL is not what it must be.
+    """
+    url = context.proxy_url()
+    on = [each.name for each in _wanted(names) if _guarded(each, url, named=bool(names))]
+    if on and (os.environ.get("OTEL_SDK_DISABLED") or "").strip().lower() == "true":
+        _warn("OTEL_SDK_DISABLED=true turns all spans of OpenTelemetry off: unset it")
+    return on
+
+
+def _wanted(names: Iterable[str]) -> list[Framework]:
+    known = by_name()
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"instrument({name!r}): no framework that is known here; give one of"
+                f" {', '.join(sorted(known))}, or none for all that are installed"
+            )
+    if names:
+        return list(dict.fromkeys(known[name] for name in names))
+    installed = [each for each in FRAMEWORKS if _find(each.packages) is not None]
+    # A framework's spans say what those of the client below it would say, and more.
+    frameworks = [each for each in installed if not each.is_client]
+    return frameworks or installed
+
+
+def _guarded(framework: Framework, url: str, *, named: bool) -> bool:
+    try:
+        return _turn_on(framework, url, named=named)
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
+        _warn(
+            f"{framework.title} could not be instrumented: {error_line(error, _MAX_ERROR_CHARS)}."
+            " Its LLM calls are recorded all the same; leave it out of instrument(...) by naming"
+            " the others, or install other versions"
+        )
+        return False
+
+
+def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
+    installed = _find(framework.packages)
+    if installed is None:
+        _warn(
+            f"instrument({framework.name!r}): {framework.title} is not installed here:"
+            f" pip install {framework.packages[0]}"
+        )
+        return False
+    native = framework.native and _major(installed) >= framework.native_from
+    found = [] if native and framework.native_from else list(_instrumentors(framework))
+    if found:
+        on = _use_instrumentor(framework, installed, found, url)
+    elif native:
+        _use_native(framework, url)
+        on = True
+    else:
+        if named or not framework.is_client:
+            _warn(
+                f"{framework.title} is installed, and nothing that makes spans of it: pip install"
+                f" {framework.instrumentors[0]}. Its LLM calls are recorded all the same"
+            )
+        on = False
+    if on:
+        _say_what_is_set(framework)
+    return on
+
+
+def _use_instrumentor(
+    framework: Framework,
+    installed: Distribution,
+    found: list[tuple[Distribution, EntryPoint]],
+    url: str,
+) -> bool:
+    """One of several: two would say each call twice."""
+    from tracegrad.telemetry import FollowingTracerProvider
+
+    for _, entry in found:
+        if entry.module in sys.modules and entry.load()().is_instrumented_by_opentelemetry:
+            return True  # by us, or by the agent itself
+    package, entry = found[0]
+    try:
+        instrumentor = entry.load()()
+        instrumentor.instrument(
+            tracer_provider=FollowingTracerProvider(url), raise_exception_on_conflict=True
+        )
+        on = bool(instrumentor.is_instrumented_by_opentelemetry)
+        why = "it did not say why" if not on else ""
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
+        on, why = False, error_line(error, _MAX_ERROR_CHARS)
+    if not on:
+        name = package.metadata["Name"]
+        _warn(
+            f"{name} {package.version} does not work with {framework.title} {installed.version}:"
+            f" {why}. Try pip install -U {name} {framework.packages[0]}; LLM calls are recorded all"
+            " the same"
+        )
+    return on
+
+
+def _use_native(framework: Framework, url: str) -> None:
+    from tracegrad import telemetry
+
+    if framework.needs_global:
+        telemetry.make_global(url)
+    if switch := _SWITCHES.get(framework.name):
+        switch(telemetry.FollowingTracerProvider(url))
+
+
+def _switch_pydantic_ai(provider: Any) -> None:
+    from pydantic_ai import Agent, InstrumentationSettings  # type: ignore[import-not-found]
+
+    # Its own switch; what the agent has set before is the agent's.
+    if not Agent._instrument_default:
+        Agent.instrument_all(InstrumentationSettings(tracer_provider=provider))
+
+
+def _switch_agent_framework(provider: Any) -> None:
+    from agent_framework import observability  # type: ignore[import-not-found]
+
+    observability.enable_instrumentation()
+
+
+# Strands, ADK and AG2 look for the process's provider, and need no switch.
+_SWITCHES: dict[str, Callable[[Any], None]] = {
+    "pydantic-ai": _switch_pydantic_ai,
+    "agent-framework": _switch_agent_framework,
+}
+
+
+def _say_what_is_set(framework: Framework) -> None:
+    for variable, values in framework.silenced_by:
+        if (os.environ.get(variable) or "").strip().lower() in values:
+            _warn(
+                f"{variable}={os.environ[variable]} turns all spans of {framework.title} off:"
+                " unset it"
+            )
+    ours = framework.reports_unless
+    if ours and not any(os.environ.get(v) for v in (ours, *framework.reports_also_unless)):
+        _warn(f"{framework.title} reports to its vendor: set {ours}=1 before it is imported")
+
+
+def _instrumentors(framework: Framework) -> Iterator[tuple[Distribution, EntryPoint]]:
+    """Those that are installed, the one to take first."""
+    disabled = {each.strip() for each in os.environ.get(_DISABLED, "").split(",")}
+    for name in framework.instrumentors:
+        if (package := _find([name])) is not None:
+            for entry in package.entry_points:
+                if entry.group == GROUP and entry.name not in disabled:
+                    yield package, entry
+
+
+def _find(names: Iterable[str]) -> Distribution | None:
+    from importlib.metadata import PackageNotFoundError, distribution  # not of every agent's start
+
+    for name in names:
+        try:
+            return distribution(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def _major(package: Distribution) -> int:
+    digits = package.version.split(".")[0]
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _warn(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.warning("%s", text)

@@ -1,0 +1,163 @@
+"""Each framework's example, in a Python that has the framework: its calls are turns of the right
+rollout, with tokens, joined as docs/frameworks.md says; its agents and tools are spans of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.engines.mock_engine import Answer
+from support.frameworks.run_example import EXAMPLES, run_example
+from support.proxy.proxy_with_engine import ProxyWithEngine, assert_sampled
+from support.proxy.servers import eventually
+from tracegrad.events import Outcome
+
+pytestmark = pytest.mark.timeout(900)  # the first run installs
+ATTEMPTS = 2
+ANSWER = "It rains in Ulm: rain."
+CALL = Answer("", tool_calls=[("weather", '{"city": "Ulm"}')])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """`parents`: of each turn, the index of the one that it continues. `spans`: names that must be
+    there; `reasons`: why turns are not trainable."""
+
+    name: str
+    on: Sequence[str]
+    says: Sequence[Answer]
+    parents: Sequence[int | None]
+    spans: frozenset[str]
+    dialect: str = "chat"
+    reasons: frozenset[str | None] = frozenset([None])
+
+
+def example(name: str, on: str, *spans: str, **more: object) -> Example:
+    settings: dict[str, object] = {"says": (CALL, Answer(ANSWER)), "parents": (None, 0), **more}
+    return Example(name=name, on=[on], spans=frozenset(spans), **settings)  # type: ignore[arg-type]
+
+
+DSPY = Answer(
+    f"[[ ## reasoning ## ]]\nI see.\n\n[[ ## answer ## ]]\n{ANSWER}\n\n[[ ## completed ## ]]"
+)
+FINAL = Answer("", tool_calls=[("final_answer", f'{{"answer": "{ANSWER}"}}')])
+
+QUICK = [
+    example("openai_agents", "openai-agents", "forecaster", "weather", dialect="responses"),
+    example("pydantic_ai", "pydantic-ai", "invoke_agent forecaster", "execute_tool weather"),
+]
+OTHERS = [
+    example(
+        "langgraph",
+        "langchain",
+        "forecaster",
+        "writer",
+        "weather",
+        says=(CALL, Answer(ANSWER), Answer(ANSWER)),
+        parents=(None, 0, None),
+    ),
+    example(
+        "smolagents",
+        "smolagents",
+        "forecaster.run",
+        "SimpleTool",
+        says=(CALL, FINAL),
+        parents=(None, None),
+    ),
+    example(
+        "crewai",
+        "crewai",
+        "forecaster._execute_core",
+        "weather.run",
+        reasons=frozenset(["constrained"]),
+    ),
+    example("dspy", "dspy", "ChainOfThought.forward", says=(DSPY,), parents=(None,)),
+    example("strands", "strands", "invoke_agent forecaster", "execute_tool weather"),
+    example(
+        "agent_framework", "agent-framework", "invoke_agent forecaster", "execute_tool weather"
+    ),
+    example("llama_index", "llama-index", "FunctionAgent.run", "FunctionTool.acall"),
+    example(
+        "google_adk",
+        "google-adk",
+        "agent_run [forecaster]",
+        "execute_tool weather",
+        dialect="gemini",
+    ),
+    example("autogen", "autogen", "forecaster.on_messages_stream", "forecaster.weather"),
+    example("ag2", "ag2", "invoke_agent forecaster", "execute_tool weather"),
+    example("anthropic", "anthropic", dialect="messages"),
+    Example(
+        name="mcp_tools",
+        on=["openai-agents", "mcp"],
+        says=(CALL, Answer(ANSWER)),
+        parents=(None, 0),
+        spans=frozenset(["forecaster", "weather"]),
+        dialect="responses",
+    ),
+]
+
+
+def check(each: Example, proxy: ProxyWithEngine, home: Path) -> None:
+    for _ in range(ATTEMPTS):
+        proxy.engine.replies.extend(each.says)
+    run = run_example(each.name, proxy, str(home))
+    assert run.spans_of == list(each.on), run.errors
+    rows = eventually(
+        lambda: (
+            len(found := [row for row in proxy.store.rollouts() if row.outcome]) == ATTEMPTS
+            and found
+        )
+    )
+    assert {(row.outcome, row.reward, row.agent) for row in rows} == {
+        (Outcome.COMPLETED, 1.0, "solve")
+    }
+    assert len({row.task_id for row in rows}) == 1, "attempts at one task"
+    assert len(proxy.engine.requests) == ATTEMPTS * len(each.says), "no call is left out"
+    for row in rows:
+        turns = proxy.turns_of(row.rollout_id)
+        for turn, say in zip(turns, each.says, strict=True):
+            assert_sampled(turn, say)
+        ids = [turn.turn_id for turn in turns]
+        parents = [ids.index(turn.parent_id) if turn.parent_id else None for turn in turns]
+        assert parents == list(each.parents), [turn.fork_reason for turn in turns]
+        assert {turn.dialect for turn in turns} == {each.dialect}
+        assert {turn.untrainable for turn in turns} == each.reasons
+        names = {span.name for span in proxy.store.spans(row.rollout_id)}
+        assert each.spans <= names, sorted(names)
+
+
+@pytest.mark.frameworks
+def test_dspys_cache_is_said(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    cached = EXAMPLES / "dspy.py"
+    edited = tmp_path / "dspy.py"
+    edited.write_text(cached.read_text(encoding="utf-8").replace("cache=False", "cache=True"))
+    proxy.engine.replies.append(DSPY)
+    run = run_example("dspy", proxy, str(tmp_path), file=edited)
+    assert len(proxy.engine.requests) == 1, "the second attempt has no call"
+    assert "DSPy answered from its cache" in run.errors
+    assert "cache=False" in run.errors
+
+
+def test_each_example_has_three_lines_of_ours_and_a_test() -> None:
+    files = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
+    assert files.pop("mcp_server")
+    assert set(files) == {each.name for each in (*QUICK, *OTHERS)}
+    for name, text in files.items():
+        marked = [line.rsplit("# ", 1)[1] for line in text.splitlines() if line[-3:-1] == "# "]
+        assert marked == ["1", "2", "3"], name
+        assert text.count("tracegrad") == 1, f"{name}: one import"
+
+
+@pytest.mark.parametrize("each", QUICK, ids=lambda each: each.name)
+def test_the_quick_ones(each: Example, proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    check(each, proxy, tmp_path)
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("each", OTHERS, ids=lambda each: each.name)
+def test_the_others(each: Example, proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    check(each, proxy, tmp_path)
