@@ -52,7 +52,7 @@ class Form:
     controls: bool
 
 
-LONG = Form(seeds=3, steps=4, groups=6, tasks=60, required=0.3, controls=True)
+LONG = Form(seeds=3, steps=9, groups=6, tasks=60, required=0.3, controls=True)
 # What CI runs: that attempts in containers are trained and examined, not how far they come.
 SHORT = Form(seeds=1, steps=2, groups=1, tasks=3, required=None, controls=False)
 
