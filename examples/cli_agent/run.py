@@ -35,8 +35,8 @@ SERVE: Mapping[str, object] = {
     "batches.stale": "wait",
     "batches.max_staleness": 0,
     "objective.preset": "grpo",
-    # Adam's first steps move every weight by the whole rate, whatever its gradient: at 1e-3 one step
-    # of one seed unlearnt the format.
+    # Adam's first steps move every weight by the whole rate, whatever its gradient: at 1e-3 one
+    # step of one seed unlearnt the format.
     "optim.lr": 4e-4,
     "optim.warmup_steps": 2,
     "fsdp.reshard": "false",

@@ -33,8 +33,8 @@ RECIPE = Path(__file__).with_name("mini.toml")
 IMAGE = Path(__file__).with_name("image")  # its Dockerfile
 AGENTS = 4  # at a time: most of an attempt is the start of a Python
 TIMEOUT_S = 300.0
-# A reward that says nothing: a coin's, which the rollout's own name decides. Python's doing, which is
-# there because the agent runs on it: an image may lack `cksum`.
+# A reward that says nothing: a coin's, which the rollout's own name decides. Python's doing, which
+# is there because the agent runs on it: an image may lack `cksum`.
 COIN = (
     'python3 -c "import os, zlib; '
     "raise SystemExit(zlib.crc32(os.environ['TRACEGRAD_ROLLOUT_ID'].encode()) % 2)\""
