@@ -54,12 +54,12 @@ class Plan:
 
     port: int
     state_dir: Path
+    steps: int
+    groups: int  # of SAMPLES attempts: what a step takes
+    held_out: int  # tasks of an exam
     seed: int = 0
-    steps: int = 9
-    groups: int = 6  # of SAMPLES attempts: what a step takes
     learning_rate: float | None = None
     coin: bool = False
-    held_out: int = 60
     examine_first: bool = True
 
 
