@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Trap:
-    """What a framework does unless it is told otherwise, and what to do about it.
+    """What a framework or a CLI agent does unless it is told otherwise, and what to do about it.
 
     `reason`: why turns are not trained because of it, in the store's words; None: for another
     cause, or they are.

@@ -10,18 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tracegrad.frameworks import Trap
+
 # As turns are stored with (`proxy/dialects/registry.py`).
 Dialect = Literal["chat", "completions", "responses", "messages", "gemini"]
 Installer = Literal["npm", "pip", "apt", "shell", "none"]
 SHIPPED = Path(__file__).with_name("recipes")
-
-
-@dataclass(frozen=True, slots=True)
-class Trap:
-    """What goes wrong with an agent, and what is done about it."""
-
-    what: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
-from tracegrad.runner.recipe import SHIPPED, Dialect, Installer, Recipe, Trap
+from tracegrad.frameworks import Trap
+from tracegrad.runner.recipe import SHIPPED, Dialect, Installer, Recipe
 
 OWN = Path(".tracegrad/recipes")
 PLACEHOLDERS = (
