@@ -166,7 +166,7 @@ def test_a_client_that_loses_patience_stops_the_engine(
 ) -> None:
     engine.replies.append(STORY)
     engine.wait_before(2 if stream else 0)
-    with vendor.client(rig, timeout=0.3) as client:
+    with vendor.client(rig, timeout=1.0) as client:
         # In the middle of a stream the libraries let the HTTP library's own exception through.
         with pytest.raises((vendor.library.APITimeoutError, httpx2.ReadTimeout)):
             list(vendor.create(client)(**vendor.args, stream=stream))

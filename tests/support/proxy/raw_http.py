@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import orjson
 from starlette.types import ASGIApp
 
-from support.proxy.servers import running
+from support.proxy.servers import eventually, running
 from tracegrad.proxy.http.limits import ConnectionLimits
 from tracegrad.proxy.http.protocol import server_config
 
@@ -39,6 +39,20 @@ def connect(url: str, *, receive_buffer: int | None = None) -> socket.socket:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.connect((parts.hostname, parts.port))
     return client
+
+
+def hang_up(url: str, body: Any, *, once: Callable[[], Any]) -> None:
+    """A client that posts `body` and leaves, without reading, as soon as `once` holds: a time-out
+    of its own might end it before the call is where the test means it to be."""
+    content = orjson.dumps(body)
+    parts = urlsplit(url)
+    head = (
+        f"POST {parts.path} HTTP/1.1\r\nhost: {parts.netloc}\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    )
+    with connect(url) as client:
+        client.sendall(head.encode() + content)
+        eventually(once)
 
 
 @dataclass(frozen=True)

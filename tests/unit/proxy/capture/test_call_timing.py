@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
-import httpx
 import pytest
 
 from support.engines.mock_engine import Answer
 from support.proxy.proxy_with_engine import ProxyWithEngine
+from support.proxy.raw_http import hang_up
 from support.proxy.servers import CONTROL, eventually
 from tracegrad.events import CALL_STAGES, Json
 from tracegrad.proxy.capture import call_timing
@@ -195,8 +195,8 @@ def test_a_push_in_the_middle_of_an_answer_is_said_beside(rig: ProxyWithEngine) 
 
 def test_a_client_that_hangs_up_before_the_first_token(rig: ProxyWithEngine) -> None:
     rig.engine.wait_before(0)
-    with pytest.raises(httpx.ReadTimeout):
-        rig.http.post(CHAT, json={"messages": HELLO, "stream": True}, timeout=0.3)
+    body = {"messages": HELLO, "stream": True}
+    hang_up(f"{rig.url}{CHAT}", body, once=lambda: rig.engine.requests)
     [turn] = eventually(rig.turns)
     assert turn.untrainable == "aborted"
     assert turn.timing is not None

@@ -14,6 +14,7 @@ import pytest
 
 from support.engines.mock_engine import MODEL, Answer, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.raw_http import hang_up
 from support.proxy.servers import CONTROL_KEY, eventually
 from support.system.log_lines import our_lines
 from tracegrad.proxy.http.errors import ENGINE_DIED
@@ -53,8 +54,7 @@ def test_a_client_that_hangs_up_leaves_an_aborted_turn(rig: ProxyWithEngine) -> 
 
 def test_a_client_that_hangs_up_on_a_whole_answer(rig: ProxyWithEngine) -> None:
     rig.engine.wait_before(0)
-    with pytest.raises(httpx.ReadTimeout):
-        rig.http.post(CHAT, json={"messages": HELLO}, timeout=0.3)
+    hang_up(f"{rig.url}{CHAT}", {"messages": HELLO}, once=lambda: rig.engine.requests)
     eventually(lambda: rig.engine.aborted)
     [turn] = eventually(rig.turns)
     assert turn.untrainable == "aborted"
@@ -226,8 +226,7 @@ def test_a_full_store_ends_a_stream_with_an_error(rig: ProxyWithEngine) -> None:
 
 def test_a_client_that_hangs_up_does_not_stop_the_commit(rig: ProxyWithEngine) -> None:
     rig.writer.hold()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{rig.url}{CHAT}", json={"messages": HELLO}, timeout=0.3)
+    hang_up(f"{rig.url}{CHAT}", {"messages": HELLO}, once=lambda: rig.writer.waiting)
     assert rig.writer.waiting == 1
     rig.writer.release()
     [turn] = eventually(rig.turns)

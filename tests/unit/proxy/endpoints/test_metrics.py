@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.engines.byte_tokenizer import save_byte_tokenizer
 from support.engines.mock_engine import MODEL, Answer
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.raw_http import hang_up
 from support.proxy.servers import CONTROL, eventually
 from support.proxy.workers import ADMIN, Workers, two_workers
 from tracegrad.events import Json
@@ -93,8 +93,7 @@ def test_what_goes_wrong_is_counted_by_what_it_was(rig: ProxyWithEngine) -> None
 def test_a_client_that_left_and_a_store_that_is_away(rig: ProxyWithEngine) -> None:
     before = scrape(rig.http)
     hold = rig.engine.wait_before(0)
-    with pytest.raises(httpx.ReadTimeout):
-        rig.http.post(CHAT, json={"messages": HELLO}, timeout=0.3)
+    hang_up(f"{rig.url}{CHAT}", {"messages": HELLO}, once=lambda: rig.engine.requests)
     eventually(lambda: grown(rig.http, before).get("calls_total chat aborted") == 1)
     hold.set()
     rig.writer.broken = True

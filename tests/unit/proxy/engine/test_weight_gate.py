@@ -17,6 +17,7 @@ import pytest
 
 from support.engines.mock_engine import MODEL, Answer, MockEngine, logprobs_of, render
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
+from support.proxy.raw_http import hang_up
 from support.proxy.servers import CONTROL, CONTROL_KEY, EngineServer, eventually, serving
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
 from tracegrad.proxy.endpoints.llm_call import _Relay
@@ -193,8 +194,8 @@ def test_held_calls_wait_and_then_get_the_new_version(
 
 def test_a_client_that_leaves_while_held_is_forgotten(rig: ProxyWithEngine) -> None:
     push(rig.http, "hold", ttl_s=60, drain_s=1)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{rig.url}/v1/chat/completions", json={"messages": HELLO}, timeout=0.2)
+    url = f"{rig.url}/v1/chat/completions"
+    hang_up(url, {"messages": HELLO}, once=lambda: state(rig.http)["waiting"] == 1)
     eventually(lambda: state(rig.http)["waiting"] == 0)
     push(rig.http, "release")
     assert rig.engine.requests == []
