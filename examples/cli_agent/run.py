@@ -100,7 +100,8 @@ class _Run(RunObserver):
         async with sandboxes(self._plan.state_dir) as places:
             before = None
             if self._plan.examine_first:
-                before = await self._examine("held-out tasks, before", places)
+                # Every other exam is compared with it.
+                before = await self._examine("held-out tasks, before", places, times=2)
             await self._learn(places)
             after = await self._examine("held-out tasks, after", places)
         return Result(
@@ -112,10 +113,10 @@ class _Run(RunObserver):
             not_scored=self._not_scored,
         )
 
-    async def _examine(self, name: str, places: Sandboxes) -> Score:
-        """Each task once."""
+    async def _examine(self, name: str, places: Sandboxes, *, times: int = 1) -> Score:
+        """Each task so many times."""
         asked, score = tasks.held_out(self._plan.held_out), Score(0, 0)
-        with self._screen.phase(name, len(asked)) as phase:
+        with self._screen.phase(name, times * len(asked)) as phase:
 
             def told(attempt: Attempt) -> None:
                 nonlocal score
@@ -126,7 +127,7 @@ class _Run(RunObserver):
             self._told = told
             logs = self._plan.state_dir / "attempts"
             await places.attempt(
-                asked, Work(split="held_out", attempts=1), logs=logs, observer=self
+                asked, Work(split="held_out", attempts=times), logs=logs, observer=self
             )
         return score
 

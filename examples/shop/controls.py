@@ -28,6 +28,20 @@ CHANCE = 3.0
 DRIFT = 0.5
 
 
+def too_little(rise: float, required: float) -> str | None:
+    """What is wrong with a seed's rise, or None."""
+    if rise >= required:
+        return None
+    return f"rose by {rise:+.2f}; at least {required:+.2f} is expected"
+
+
+def too_much(rise: float, error: float, *, drift: float = 0.0) -> str | None:
+    """What is wrong with a control's rise, or None. `error`: its standard error. `drift`: what it
+    may come to besides."""
+    chance = max(CHANCE * error, drift)
+    return f"rose by {rise:+.2f}, more than chance ({chance:.2f})" if rise > chance else None
+
+
 @dataclass(frozen=True)
 class Variant:
     name: str
@@ -57,12 +71,9 @@ class Measured:
 
     def verdict(self, required: float, seeds: float) -> str | None:
         """What is wrong, or None. `seeds`: their mean rise."""
-        if self.variant.rises and self.rise < required:
-            return f"rose by {self.rise:+.2f}; at least {required:+.2f} is expected"
-        chance = max(CHANCE * self.error, DRIFT * seeds if self.variant.drifts else 0.0)
-        if not self.variant.rises and self.rise > chance:
-            return f"rose by {self.rise:+.2f}, more than chance ({chance:.2f})"
-        return None
+        if self.variant.rises:
+            return too_little(self.rise, required)
+        return too_much(self.rise, self.error, drift=DRIFT * seeds if self.variant.drifts else 0.0)
 
 
 def variants(

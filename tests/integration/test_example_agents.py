@@ -86,6 +86,6 @@ def test_a_command_in_containers_learns_file_tasks(
     # That both exams were passed through, and that two steps were taken on what containers gave.
     assert found["policy_versions"] >= SHORT.steps
     assert found["turns_trained"] > 0
-    attempts = 2 * SHORT.tasks + SHORT.steps * SHORT.groups * SAMPLES
+    attempts = 3 * SHORT.tasks + SHORT.steps * SHORT.groups * SAMPLES
     assert found["rollouts"] - found["not_scored"] >= attempts
     assert engine.client().containers(all=True) == []

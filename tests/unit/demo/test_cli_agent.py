@@ -96,27 +96,53 @@ def test_most_demonstrations_are_careless_and_all_submit() -> None:
     assert careless / 400 == pytest.approx(recipe.careless, abs=0.08)
 
 
-SEED, *_, STILL, COIN = cli.variants(cli.LONG)
+SEEDS, (STILL, *COINS) = cli.variants(cli.LONG)[:3], cli.variants(cli.LONG)[3:]
+BEFORE = Score(40, 120)
+RISEN = [(seed, Score(50, 60)) for seed in SEEDS]  # by .50, so that .25 is a drift
+
+
+def wrong(*results: tuple[cli.Variant, Score]) -> list[str | None]:
+    return cli.verdicts([*RISEN, *results], 0.3, BEFORE)[len(RISEN) :]
+
+
+def test_each_seed_must_rise() -> None:
+    found = cli.verdicts(
+        [(seed, Score(n, 60)) for seed, n in zip(SEEDS, (38, 37, 39), strict=True)], 0.3, BEFORE
+    )
+    assert found == [None, "rose by +0.28; at least +0.30 is expected", None]
 
 
 @pytest.mark.parametrize(
-    ("variant", "after", "wrong"),
+    ("after", "problem"),
+    [(2, None), (33, None), (34, "rose by +0.23, more than chance (0.23)")],
+)
+def test_weights_that_do_not_move_must_not_rise(after: int, problem: str | None) -> None:
+    assert wrong((STILL, Score(after, 60))) == [problem]
+
+
+@pytest.mark.parametrize(
+    ("after", "problem"),
     [
-        (SEED, 39, None),
-        (SEED, 37, "rose by +0.28; at least +0.30 is expected"),
-        (STILL, 35, None),
-        (STILL, 40, "rose by +0.33, more than chance (0.25)"),
-        (COIN, 40, "rose by +0.33, more than chance (0.25)"),
-        (COIN, 2, None),
+        # One that lands high is nothing if others land low.
+        ((50, 20, 5), None),
+        ((40, 30, 34), None),
+        ((50, 30, 34), "all coins together rose by +0.30, more than chance (0.25)"),
     ],
 )
-def test_what_a_run_must_do(variant: cli.Variant, after: int, wrong: str | None) -> None:
-    assert cli.verdict(variant, 0.3, Score(20, 60), Score(after, 60)) == wrong
+def test_coins_are_judged_together(after: tuple[int, int, int], problem: str | None) -> None:
+    results = [(coin, Score(n, 60)) for coin, n in zip(COINS, after, strict=True)]
+    assert wrong(*results) == [problem] * 3
+
+
+def test_where_seeds_hardly_rise_coins_may_not_either() -> None:
+    results = [(coin, Score(n, 60)) for coin, n in zip(COINS, (40, 30, 34), strict=True)]
+    seeds = [(seed, Score(24, 60)) for seed in SEEDS]
+    assert None not in cli.verdicts([*seeds, *results], 0.3, BEFORE)
 
 
 def test_the_short_form_does_not_ask_how_far_it_rose() -> None:
     (seed,) = cli.variants(cli.SHORT)
-    assert cli.verdict(seed, cli.SHORT.required, Score(3, 6), Score(0, 6)) is None
+    assert cli.verdicts([(seed, Score(0, 6))], cli.SHORT.required, Score(3, 6)) == [None]
 
 
 def test_without_an_engine_it_is_said_before_anything_is_made(
