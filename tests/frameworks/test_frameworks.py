@@ -90,6 +90,16 @@ OTHERS = [
     example("autogen", "autogen", "forecaster.on_messages_stream", "forecaster.weather"),
     example("ag2", "ag2", "invoke_agent forecaster", "execute_tool weather"),
     example("anthropic", "anthropic", dialect="messages"),
+    example(
+        "claude_agent",
+        "claude-agent-sdk",
+        "ClaudeAgentSDK.query",
+        says=(
+            Answer("", tool_calls=[("mcp__sky__weather", '{"city": "Ulm"}')]),
+            Answer(ANSWER),
+        ),
+        dialect="messages",
+    ),
     Example(
         name="mcp_tools",
         on=["openai-agents", "mcp"],
@@ -105,7 +115,7 @@ def check(each: Example, proxy: ProxyWithEngine, home: Path) -> None:
     for _ in range(ATTEMPTS):
         proxy.engine.replies.extend(each.says)
     run = run_example(each.name, proxy, str(home))
-    assert run.spans_of == list(each.on), run.errors
+    assert run.spans_of == list(each.on), run.output
     rows = eventually(
         lambda: (
             len(found := [row for row in proxy.store.rollouts() if row.outcome]) == ATTEMPTS
@@ -138,8 +148,8 @@ def test_dspys_cache_is_said(proxy: ProxyWithEngine, tmp_path: Path) -> None:
     proxy.engine.replies.append(DSPY)
     run = run_example("dspy", proxy, str(tmp_path), file=edited)
     assert len(proxy.engine.requests) == 1, "the second attempt has no call"
-    assert "DSPy answered from its cache" in run.errors
-    assert "cache=False" in run.errors
+    assert "DSPy answered from its cache" in run.output
+    assert "cache=False" in run.output
 
 
 def test_each_example_has_three_lines_of_ours_and_a_test() -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from support.cli_agents.loopback import loopback
 from support.frameworks.pythons import ROOT, framework_python
 from support.proxy.proxy_with_engine import ProxyWithEngine
 
@@ -23,10 +23,9 @@ _QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class ExampleRun:
-    """`spans_of`: what `instrument()` returned in it."""
+    """`output`: with what it wrote to stderr. `spans_of`: what `instrument()` returned in it."""
 
     output: str
-    errors: str
 
     @property
     def spans_of(self) -> list[str]:
@@ -37,24 +36,22 @@ class ExampleRun:
 def run_example(
     name: str, proxy: ProxyWithEngine, home: str, *, file: Path | None = None
 ) -> ExampleRun:
-    """Runs `examples/frameworks/NAME.py`, or `file`, in the framework's Python; AssertionError with
-    its output where it fails."""
+    """Runs `examples/frameworks/NAME.py`, or `file`, in the framework's Python, from where it
+    reaches the proxy and nothing else; AssertionError with its output where it fails."""
+    python = framework_python(name)
     environ = {each: os.environ[each] for each in _TAKEN_FROM_HERE if each in os.environ}
-    environ |= {
-        "HOME": home,
-        "PYTHONPATH": str(ROOT / "sdk"),
-        "TRACEGRAD_URL": proxy.url,
-        "TRACEGRAD_JOURNAL": os.environ["TRACEGRAD_JOURNAL"],
-        **_QUIET,
-    }
-    done = subprocess.run(
-        [str(framework_python(name)), str(file or EXAMPLES / f"{name}.py")],
-        env=environ,
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout[-2_000:]}\n{done.stderr[-6_000:]}"
-    return ExampleRun(done.stdout, done.stderr)
+    log = Path(home) / "example.log"
+    with loopback() as inside, inside.relay(proxy.url) as seen:
+        environ |= {
+            "HOME": home,
+            "PYTHONPATH": str(ROOT / "sdk"),
+            "PYTHONUNBUFFERED": "1",  # stderr goes to the same file
+            "TRACEGRAD_URL": seen,
+            "TRACEGRAD_JOURNAL": os.environ["TRACEGRAD_JOURNAL"],
+            **_QUIET,
+        }
+        command = [str(python), str(file or EXAMPLES / f"{name}.py")]
+        code = inside.run(command, cwd=Path(home), env=environ, log=log, timeout_s=TIMEOUT_S)
+    output = log.read_text(errors="replace")
+    assert code == 0, output[-8_000:]
+    return ExampleRun(output)
