@@ -17,6 +17,7 @@ from support.cli_agents.scripted_engine import ScriptedEngine
 from support.harbor.python312 import harbor_python
 from support.proxy.servers import serving
 from tracegrad.store import Store
+from tracegrad.transfer.import_rollouts import RolloutImport
 
 pytestmark = [pytest.mark.agents, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -96,3 +97,8 @@ def test_an_agent_of_harbors_does_a_task_and_its_verifier_scores_it(
     assert (row.agent, row.outcome, row.reward) == (agent, "completed", 1.0)
     assert {turn.dialect for turn in turns} == {ours.recipe.dialect}
     assert len(turns) >= len(engine.script.steps)
+    with Store.open(f"sqlite:///{tmp_path}/again.db") as again:
+        importing = RolloutImport(again)
+        importing.folder(tmp_path / "trials")
+        [row] = again.rollouts()
+    assert (row.task_id, row.reward) == ("make-hello", 1.0), "as its result says"

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
+from pathlib import Path
 from typing import Any
 
 from tracegrad.events import Span
@@ -30,7 +31,7 @@ from tracegrad.store.types import StepRecord
 from tracegrad.transfer import jsonl, parquet
 from tracegrad.transfer.chat_conversations import ImportedConversation
 from tracegrad.transfer.deserialize import ImportedObject, read_object
-from tracegrad.transfer.readers import ForeignRollout
+from tracegrad.transfer.readers import ForeignRollout, folder_reader_of, folder_readers
 from tracegrad.transfer.validation import InvalidObject
 
 _BATCH_BYTES = 8 << 20
@@ -72,6 +73,17 @@ class RolloutImport:
         except parquet.NotParquet as error:
             self.flush()
             raise ImportStopped(f"{name}: {error}") from error
+        self.flush()
+
+    def folder(self, folder: Path) -> None:
+        """Raises ImportStopped; what came before it is stored."""
+        if (reader := folder_reader_of(folder)) is None:
+            known = ", ".join(each.name for each in folder_readers()) or "none"
+            raise ImportStopped(
+                f"{folder}: no folder of a known format ({known}); name the files in it"
+            )
+        for file, value in reader.objects(folder):
+            self._object(str(file), value, file.stat().st_size if file.exists() else 0)
         self.flush()
 
     def flush(self) -> None:

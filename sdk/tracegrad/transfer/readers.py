@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.transfer.validation import InvalidObject
 
 ENTRY_POINT_GROUP = "tracegrad.readers"
+FOLDER_ENTRY_POINT_GROUP = "tracegrad.folder_readers"
 # `Turn.untrainable` of a turn that its producer took out of the loss, or a part of it.
 MASKED = "masked"
 
@@ -47,3 +50,28 @@ def foreign_readers() -> tuple[ForeignReader, ...]:
 def reader_of(value: Json) -> ForeignReader | None:
     """None: no installed package knows objects like this one."""
     return next((each for each in foreign_readers() if each.matches(value)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderReader:
+    """`matches` says whether a folder is of this format. `objects`: the file and the object, or
+    what is wrong with it, of each rollout in it; a reader of objects takes them from there."""
+
+    name: str
+    matches: Callable[[Path], bool]
+    objects: Callable[[Path], Iterator[tuple[Path, Json | InvalidObject]]]
+
+
+@cache
+def folder_readers() -> tuple[FolderReader, ...]:
+    found = []
+    for entry in sorted(entry_points(group=FOLDER_ENTRY_POINT_GROUP), key=lambda each: each.name):
+        reader = entry.load()
+        assert isinstance(reader, FolderReader), f"{entry.value} is no reader of folders"
+        found.append(reader)
+    return tuple(found)
+
+
+def folder_reader_of(folder: Path) -> FolderReader | None:
+    """None: no installed package knows folders like this one."""
+    return next((each for each in folder_readers() if each.matches(folder)), None)

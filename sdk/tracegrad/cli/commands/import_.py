@@ -21,7 +21,11 @@ from tracegrad.transfer.import_rollouts import ImportStopped, RolloutImport
 
 def import_command(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="JSONL or Parquet; - is standard input.")
+        list[str],
+        typer.Argument(
+            metavar="FILE...",
+            help="JSONL or Parquet; - is standard input. Or a folder of Harbor's trials.",
+        ),
     ],
     store: StoreOption = None,
     skip_bad: Annotated[
@@ -41,6 +45,9 @@ def import_command(
         importing = RolloutImport(writing, skip_bad=skip_bad, untrained=untrained)
         try:
             for name in files:
+                if Path(name).is_dir():
+                    importing.folder(Path(name))
+                    continue
                 with _input(name) as file:
                     importing.file(name, file)
         except ImportStopped as error:
