@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
+from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsFloat, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from tracegrad.client_environ import HELD_OUT_VARIABLE, subprocess_environ
 from tracegrad.events import (
@@ -29,6 +30,7 @@ from tracegrad.events import (
 )
 from tracegrad.key_derivation import EVENTS, derive_key, is_secret_key
 from tracegrad.protocol import (
+    AGENT_HEADER,
     API_KEY_PREFIX,
     DEFAULT_URL,
     KEY_HEADER,
@@ -47,6 +49,8 @@ V = TypeVar("V")
 
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
 
+# Of ASCII all but "%", which writes the rest, is as it is in a header.
+_HEADER_SAFE = " !#$&'()*+,/:;<=>?@[]^_`{|}~\""
 MAX_TAG_BYTES = 1_000  # bytes of a tag's name, and of its value
 MAX_ERROR_CHARS = 2_000
 MAX_COMMENT_CHARS = 10_000
@@ -289,9 +293,20 @@ def _number(value: SupportsFloat) -> float | None:
 
 
 _rollout: ContextVar[Rollout | None] = ContextVar("tracegrad_rollout", default=None)
-_state: ContextVar[tuple[Rollout | None, str | None]] = ContextVar(
-    "tracegrad_state", default=(None, None)
-)
+
+
+@dataclass(frozen=True)
+class CallDetails:
+    """What LLM calls of `rollout` say of themselves: the key of the environment's state, and which
+    of several agents calls."""
+
+    rollout: Rollout | None = None
+    state: str | None = None
+    agent: str | None = None
+
+
+_NOTHING = CallDetails()
+_details: ContextVar[CallDetails] = ContextVar("tracegrad_details", default=_NOTHING)
 _tags: ContextVar[Mapping[str, str] | None] = ContextVar("tracegrad_tags", default=None)
 
 
@@ -345,9 +360,9 @@ def _current_tags() -> Mapping[str, str]:
 
 
 def carried(function: Callable[..., T], *, until_finished: bool = False) -> Callable[..., T]:
-    """`function`, run in the rollout, state, tags and span of the code that calls this, in
+    """`function`, run in the rollout, turn, tags and span of the code that calls this, in
     whichever thread. `until_finished`: no longer than the rollout lasts."""
-    rollout, state, tags = _rollout.get(), _state.get(), _tags.get()
+    rollout, details, tags = _rollout.get(), _details.get(), _tags.get()
     spans: Any = sys.modules.get("opentelemetry.context")
     span = spans.get_current() if spans is not None else None
     started_in = (rollout, tags) if until_finished else (None, None)
@@ -359,7 +374,7 @@ def carried(function: Callable[..., T], *, until_finished: bool = False) -> Call
         spanned = spans is not None and (rollout or _until_finished.get()[0]) is not None
         tokens: list[tuple[ContextVar[Any], Token[Any]]] = [
             (_rollout, _rollout.set(rollout)),
-            (_state, _state.set(state)),
+            (_details, _details.set(details)),
             (_tags, _tags.set(tags)),
             (_until_finished, _until_finished.set(started_in)),
             (_job, _job.set(job)),
@@ -420,10 +435,12 @@ def use_rollout(rollout: Rollout) -> AbstractContextManager[Rollout]:
     return _Set(_rollout, rollout, rollout)
 
 
-def use_state(key: str | None) -> AbstractContextManager[None]:
-    """LLM calls of the current rollout say this key of the environment's state under `with`; None:
-    they say nothing."""
-    return _Set(_state, (_rollout.get(), key), None)
+def use_details(change: Callable[[CallDetails], CallDetails]) -> AbstractContextManager[None]:
+    """What LLM calls of the current rollout say under `with`, from what they say around it."""
+    rollout, around = _rollout.get(), _details.get()
+    if around.rollout is not rollout:  # what is around a rollout says nothing of its calls
+        around = CallDetails(rollout)
+    return _Set(_details, change(around), None)
 
 
 def tags(
@@ -521,11 +538,11 @@ def attribution_headers(url: str) -> dict[str, str]:
         url: the request's absolute URL.
 
     Returns:
-        `x-tracegrad-rollout`, `baggage`, `x-tracegrad-key` if the rollout has a key,
-        `x-tracegrad-state` under `turn(state=...)` and, inside a span, `traceparent`; empty
-        outside a rollout, when `url` does not lead to its proxy or leads to what is no agent's to
-        ask there (`/api/...`), or when TRACEGRAD_API_KEY is another rollout's, for which the proxy
-        would refuse the call.
+        `x-tracegrad-rollout`, `baggage`, `x-tracegrad-key` if the rollout has a key, under
+        `turn(state=..., agent=...)` `x-tracegrad-state` and `x-tracegrad-agent`, and inside a span
+        `traceparent`; empty outside a rollout, when `url` does not lead to its proxy or leads to
+        what is no agent's to ask there (`/api/...`), or when TRACEGRAD_API_KEY is another
+        rollout's, for which the proxy would refuse the call.
     """
     rollout = current()
     if rollout is None or rollout.foreign or _origin(url) != _origin(rollout.url):
@@ -536,9 +553,12 @@ def attribution_headers(url: str) -> dict[str, str]:
     headers = {ROLLOUT_HEADER: rollout.id, "baggage": f"{ROLLOUT_ATTRIBUTE}={rollout.id}"}
     if rollout.own_key is not None:
         headers[KEY_HEADER] = rollout.own_key
-    whose, state = _state.get()
-    if state is not None and whose is rollout:  # what is around a rollout is another environment
-        headers[STATE_HEADER] = state
+    details = _details.get()
+    if details.rollout is rollout:  # what is around a rollout is another environment
+        if details.state is not None:
+            headers[STATE_HEADER] = details.state
+        if details.agent is not None:
+            headers[AGENT_HEADER] = quote(details.agent, safe=_HEADER_SAFE)
     from opentelemetry.trace import get_current_span  # not at import: it costs 20 ms
 
     span = get_current_span().get_span_context()

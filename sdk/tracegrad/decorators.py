@@ -19,7 +19,7 @@ from contextlib import (
     suppress,
 )
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import (
     AsyncGeneratorType,
     CoroutineType,
@@ -43,6 +43,7 @@ from tracegrad.call_check import RewardedRollout
 from tracegrad.context import Rollout
 from tracegrad.events import Outcome, RolloutStarted
 from tracegrad.open_rollouts import OpenRollout
+from tracegrad.protocol import MAX_AGENT_NAME
 from tracegrad.serializer import bounded_repr, error_line
 from tracegrad.signal_errors import is_of_signal_handler
 
@@ -225,26 +226,45 @@ def reward(
     context.require().reward(value, name=name, turn=turn, comment=comment)
 
 
-def turn(*, state: object) -> AbstractContextManager[None]:
-    """LLM calls under `with` are made in this state of the environment.
+_AS_AROUND = object()
+
+
+def turn(*, state: object = _AS_AROUND, agent: str | None = None) -> AbstractContextManager[None]:
+    """LLM calls under `with` are made in this state of the environment, or by this agent.
 
         with turn(state=env.board()):
             reply = client.chat.completions.create(...)
 
+    What is not given is as it is around it.
+
     Turns of equal states are compared with each other (objective `gigpo`), in all rollouts of a
     task. Without it, or where `state` is None, a turn's state is what was observed last: the
-    messages behind the last reply. An agent without this package sends the header
-    `x-tracegrad-state` itself.
+    messages behind the last reply. Of several agents those that are to be trained are chosen by
+    name (`batches.agents`). An agent without this package sends the headers `x-tracegrad-state`
+    and `x-tracegrad-agent` itself.
 
     Args:
         state: a short text, which is stored as it is, or anything that JSON can say, of which a
             digest is stored. Leave out what differs between rollouts and does not matter, such
             as times and ids.
+        agent: the name of the agent that calls, in a rollout of several.
+
+    Raises:
+        ValueError: `agent` is empty, or no text.
     """
-    key = task_ids.state_key(state)
-    if key is None and state is not None:
+    _check_names(agent=agent)
+    key = None if state is _AS_AROUND else task_ids.state_key(state)
+    if key is None and state is not None and state is not _AS_AROUND:
         _log.warning("turn(state=...): an object of %s is too large for a state's key", type(state))
-    return context.use_state(key)
+
+    def change(around: context.CallDetails) -> context.CallDetails:
+        return replace(
+            around,
+            state=around.state if state is _AS_AROUND else key,
+            agent=around.agent if agent is None else agent[:MAX_AGENT_NAME],
+        )
+
+    return context.use_details(change)
 
 
 @overload

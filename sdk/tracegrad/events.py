@@ -194,6 +194,9 @@ class Turn:
     environment gave it; `observation` is a digest of what was observed last (module
     `proxy.observation`). Equal ones are equal states. None: nobody said, or it is not known.
 
+    `agent_name`: of several agents in a rollout the one that made the call, as the call said. None:
+    it did not; spans may (`turn_scopes`).
+
     `timing`: seconds of the call by stage (`CALL_STAGES`), by a monotonic clock. A call of the
     proxy ends at `created_at`, one that a span reported begins there. What else it may hold:
     `held`, the seconds of the engine's time in which weights were pushed, and `commits`, how long
@@ -219,6 +222,7 @@ class Turn:
     response: Json | None = None  # as the client received it (a stream: put together)
     state_key: str | None = None
     observation: str | None = None  # 32 hex digits
+    agent_name: str | None = None
     timing: Json | None = None
     routed_experts: bytes | None = None
     created_at: float = field(default_factory=time.time)

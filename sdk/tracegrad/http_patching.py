@@ -19,10 +19,14 @@ from types import ModuleType
 from typing import Any
 
 from tracegrad import context
-from tracegrad.protocol import API_KEY_PREFIX, ROLLOUT_ATTRIBUTE, STATE_HEADER
+from tracegrad.protocol import AGENT_HEADER, API_KEY_PREFIX, ROLLOUT_ATTRIBUTE, STATE_HEADER
 from tracegrad.signal_errors import is_of_signal_handler
 
 _log = logging.getLogger(__name__)
+
+
+# Of what we add, what does not name the rollout.
+_OF_ANY_ROLLOUT = ("traceparent", STATE_HEADER, AGENT_HEADER)
 
 
 def install() -> None:
@@ -171,9 +175,7 @@ def _sign(headers: MutableMapping[str, str], url: str) -> None:
     ours = context.attribution_headers(url)
     # A key minted for a rollout was chosen on purpose, and a header would outrank it.
     if ours and _names_a_rollout(headers):
-        ours = {
-            name: value for name, value in ours.items() if name in ("traceparent", STATE_HEADER)
-        }
+        ours = {name: ours[name] for name in _OF_ANY_ROLLOUT if name in ours}
     for name, value in ours.items():
         theirs = headers.get(name)
         if theirs is None:

@@ -16,10 +16,14 @@ METRICS_PATH = "/metrics"
 ROLLOUT_HEADER = "x-tracegrad-rollout"
 KEY_HEADER = "x-tracegrad-key"
 STATE_HEADER = "x-tracegrad-state"
+# Percent-encoded UTF-8, of at most so many characters; more are cut off.
+AGENT_HEADER, MAX_AGENT_NAME = "x-tracegrad-agent", 200
 # In `baggage` and on spans: whose they are.
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
 CALL_KIND_ATTRIBUTE = "tracegrad.call.kind"
+# On LLM spans whose call was a turn already: which one, where their answer's id says it.
+TURN_ATTRIBUTE = "tracegrad.turn"
 # Spans of the runner's work around an agent: a sandbox is waited for and starts; it is scored.
 SANDBOX_SPAN, REWARD_SPAN = "tracegrad.sandbox", "tracegrad.reward"
 

@@ -202,6 +202,11 @@ UNTRAINED_TEXTS = {
         "Look at the rollout's error and run the task again.",
     ),
     # The batch (trainer)
+    "turn_not_selected": ReasonText(
+        "Its agent, model or span is not among those that are trained.",
+        "Nothing, if another agent is to learn; else batches.agents, batches.models and "
+        "batches.span_paths say which are trained.",
+    ),
     "equal_reward": ReasonText(
         "All rollouts of its group had the same reward: nothing to learn from comparing them.",
         "Nothing, if it is some groups. If most: easier or harder tasks, larger groups, or a "

@@ -21,7 +21,7 @@ from tracegrad.store.databases import (
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, Rewards, VersionEvents
-from tracegrad.store.read import call_counts, reward_arrival, scorings, turns
+from tracegrad.store.read import call_counts, reward_arrival, scorings, turn_scopes, turns
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read import versions as version_records
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
@@ -277,6 +277,8 @@ class Store:
         """Every reported end, in order of arrival. The first one counts."""
         with self.reading() as connection:
             return queries.load_outcomes(connection, [rollout_id])[rollout_id]
+
+    turn_scopes = _method(turn_scopes.load_turn_scopes)
 
     def spans(self, rollout_id: str) -> list[Span]:
         with self.reading() as connection:

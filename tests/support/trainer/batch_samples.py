@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
 from support.trainer.row_samples import turn
 from tracegrad.events import Outcome, Turn
+from tracegrad.turn_scopes import TurnScope
 from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches import (
     BatchSettings,
@@ -57,6 +58,7 @@ def selected(
     version: int = 1,
     skipped_versions: SkippedVersions = (),
     vocabulary: int | None = None,
+    scopes: Mapping[str, TurnScope] = {},
     **settings: object,
 ) -> TrainingSelection:
     """What is selected with these batch settings; groups of equal reward are trained too."""
@@ -68,6 +70,7 @@ def selected(
         current_version=version,
         skipped_versions=skipped_versions,
         vocabulary=vocabulary,
+        scopes=scopes,
     )
 
 

@@ -123,19 +123,19 @@ def test_weights_that_do_not_move_must_not_rise(after: int, problem: str | None)
 @pytest.mark.parametrize(
     ("after", "problem"),
     [
-        # One that lands high is nothing if others land low.
-        ((50, 20, 5), None),
-        ((40, 30, 34), None),
-        ((50, 30, 34), "all coins together rose by +0.30, more than chance (0.25)"),
+        # One that lands high is nothing if the other lands low.
+        ((50, 19), None),
+        ((39, 30), None),
+        ((40, 31), "all coins together rose by +0.26, more than chance (0.25)"),
     ],
 )
-def test_coins_are_judged_together(after: tuple[int, int, int], problem: str | None) -> None:
+def test_coins_are_judged_together(after: tuple[int, int], problem: str | None) -> None:
     results = [(coin, Score(n, 60)) for coin, n in zip(COINS, after, strict=True)]
-    assert wrong(*results) == [problem] * 3
+    assert wrong(*results) == [problem] * 2
 
 
 def test_where_seeds_hardly_rise_coins_may_not_either() -> None:
-    results = [(coin, Score(n, 60)) for coin, n in zip(COINS, (40, 30, 34), strict=True)]
+    results = [(coin, Score(n, 60)) for coin, n in zip(COINS, (40, 30), strict=True)]
     seeds = [(seed, Score(24, 60)) for seed in SEEDS]
     assert None not in cli.verdicts([*seeds, *results], 0.3, BEFORE)
 

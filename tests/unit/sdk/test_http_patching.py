@@ -153,6 +153,37 @@ def test_a_call_says_the_state_of_the_environment(proxy: FakeProxy, send: Sender
     assert reported == [None, "board 7", "mine", "board 7", None, None, None]
 
 
+@every_library
+def test_a_call_says_which_agent_makes_it(proxy: FakeProxy, send: Sender) -> None:
+    with turn(agent="nobody's"):
+        run(send, proxy.url)
+    with rollout(), turn(agent="planner", state="board 7"):
+        with turn(agent="grün 50%"):
+            run(send, proxy.url)
+        with turn(state=None):
+            run(send, proxy.url)
+        run(send, proxy.url, **{"x-tracegrad-agent": "mine"})
+        with rollout():
+            run(send, proxy.url)
+    said = [
+        (call.headers.get("x-tracegrad-agent"), call.headers.get("x-tracegrad-state"))
+        for call in proxy.chats
+    ]
+    assert said == [
+        (None, None),
+        ("gr%C3%BCn 50%25", "board 7"),
+        ("planner", None),
+        ("mine", "board 7"),
+        (None, None),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["", 7])
+def test_an_agent_has_a_name(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="agent: expected a non-empty string"):
+        turn(agent=wrong)
+
+
 def test_states_that_are_no_short_text_become_a_digest(proxy: FakeProxy) -> None:
     class Hostile:
         def __repr__(self) -> str:

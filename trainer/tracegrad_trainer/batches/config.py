@@ -14,6 +14,14 @@ def _importable(path: str) -> str:
     return path
 
 
+def _not_empty(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        if not pattern.removeprefix("!"):
+            raise ValueError(f"pattern {pattern!r} is empty; write a name such as writer, or *")
+    return patterns
+
+
+Patterns = Annotated[tuple[str, ...], AfterValidator(_not_empty)]
 PredicatePath = Annotated[str, AfterValidator(_importable)]
 ScoredOutcome = Literal["completed", "agent_error", "budget"]
 
@@ -78,11 +86,29 @@ class BatchSettings(BaseModel):
         min_length=1,
         description="outcomes that are trained; the others still count in their group's baseline",
     )
+    agents: Patterns = Field(
+        (),
+        description="of several agents in a rollout those whose turns are trained, by name:"
+        " patterns with * and ?, with ! in front those that are not; empty: all",
+    )
+    models: Patterns = Field(
+        (), description="the same by the model's name, as the engine answered with it"
+    )
+    span_paths: Patterns = Field(
+        (),
+        description="the same by the spans that a call lies in: names from the outermost one on,"
+        " with / between, such as */writer",
+    )
     predicate: PredicatePath | None = Field(
         None,
         description="package.module:function(turn, rollout) -> whether to train the turn, or the"
         " reason why not",
     )
+
+    @property
+    def by_scope(self) -> bool:
+        """Whether it matters which agent made a call, and in which spans."""
+        return bool(self.agents or self.span_paths)
 
     @property
     def row_limit(self) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import GREEDY_BELOW, Turn
 from tracegrad.import_path import import_part
+from tracegrad.turn_scopes import TurnScope
 from tracegrad.turn_tree import TokenDigests, TurnTree
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
@@ -18,6 +19,7 @@ from tracegrad_trainer.batches.turn_access import (
     length_of,
     temperature_of,
 )
+from tracegrad_trainer.batches.turn_selector import TURN_NOT_SELECTED, is_selected
 from tracegrad_trainer.batches.version_scale import VersionScale
 from tracegrad_trainer.losses.advantages import RolloutRewards
 
@@ -79,11 +81,13 @@ def reasons_of(
     imitated: Collection[str] = (),
     failed_versions: Collection[int] = (),
     vocabulary: int | None = None,
+    scopes: Mapping[str, TurnScope] = {},
 ) -> dict[str, str]:
     """The rollout's turns (by id) that are not trained, with their reasons; `tree` is theirs.
 
     `equal_reward`: the rewards of its group do not differ. `too_long`: why none of its sampled
-    turns is trained. `imitated`: demonstrated turns, which teach all the same.
+    turns is trained. `imitated`: demonstrated turns, which teach all the same. `scopes`: by turn id
+    what turns are selected by.
 
     Raises:
         ValueError: the user's predicate failed.
@@ -94,7 +98,8 @@ def reasons_of(
     digests = tree.digests if settings.drop_repeated else None
     seen: set[TokenDigests] = set()
     for i, turn in enumerate(tree.turns):
-        reason = turn_reason(turn, settings, versions, failed_versions, vocabulary)
+        reason = None if is_selected(turn, settings, scopes) else TURN_NOT_SELECTED
+        reason = reason or turn_reason(turn, settings, versions, failed_versions, vocabulary)
         if reason is None and not (whole == EQUAL_REWARD and turn.turn_id in imitated):
             reason = whole
         if reason is None and too_long is not None and not is_demonstration(turn):

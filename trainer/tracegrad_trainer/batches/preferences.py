@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tracegrad.turn_scopes import TurnScope
 from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.rows import PER_TOKEN, Row
@@ -42,6 +43,7 @@ def preference_pairs(
     choose: Pairing = "best_worst",
     most: int = 8,
     vocabulary: int | None = None,
+    scopes: Mapping[str, TurnScope] = {},
 ) -> TrainingSelection:
     """Rows of preference pairs: equal `pair`, `label` 1 for the better side, -1 for the worse.
 
@@ -54,7 +56,7 @@ def preference_pairs(
     Raises:
         ValueError: as `select`.
     """
-    chosen = _candidates(groups, settings, current_version, vocabulary)
+    chosen = _candidates(groups, settings, current_version, vocabulary, scopes)
     sides = _sides(chosen.rows)
     rows: list[Row] = []
     reasons: dict[str, str] = {}
@@ -89,6 +91,7 @@ def labelled_rows(
     current_version: int,
     threshold: float | None = None,
     vocabulary: int | None = None,
+    scopes: Mapping[str, TurnScope] = {},
 ) -> TrainingSelection:
     """Rows with `label` 1 where the reward is above the threshold, else -1; all rows of a rollout
     together are one example.
@@ -101,7 +104,7 @@ def labelled_rows(
     """
     # A row is to have one prompt and one completion: see `mismatched`.
     settings = settings.model_copy(update={"shared_prefix": "paths"})
-    chosen = _candidates(groups, settings, current_version, vocabulary)
+    chosen = _candidates(groups, settings, current_version, vocabulary, scopes)
     sides = _sides(chosen.rows)
     rows: list[Row] = []
     equal: dict[str, str] = {}
@@ -206,6 +209,7 @@ def _candidates(
     settings: BatchSettings,
     current_version: int,
     vocabulary: int | None,
+    scopes: Mapping[str, TurnScope],
 ) -> TrainingSelection:
     """Everything that may be compared, ties included: pairs decide about those."""
     return select(
@@ -214,6 +218,7 @@ def _candidates(
         advantages=unit_advantages,
         current_version=current_version,
         vocabulary=vocabulary,
+        scopes=scopes,
     )
 
 

@@ -6,7 +6,7 @@ asks the clock, draws a number or depends on the order of a set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tracegrad.events import Turn
+from tracegrad.turn_scopes import TurnScope
 from tracegrad.turn_tree import TurnTree
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.expert_routing import RoutingLayout
@@ -94,12 +95,14 @@ def select(
     skipped_versions: SkippedVersions = (),
     vocabulary: int | None = None,
     routing: RoutingLayout | None = None,
+    scopes: Mapping[str, TurnScope] = {},
 ) -> TrainingSelection:
     """Filter turns and build the rows of a batch.
 
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
     a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routing`:
     the layout of its mixture's experts, where rows have the serving engine's choices (r3).
+    `scopes`: of each turn, by id, which agent made it and in which spans (`settings.by_scope`).
 
     Raises:
         ValueError: a turn is in the batch twice; a reward is not a finite number; the user's
@@ -136,6 +139,7 @@ def select(
             versions=versions,
             failed_versions=failed_versions,
             vocabulary=vocabulary,
+            scopes=scopes,
         )
         skipped |= reasons
         if settings.stale == "weight":

@@ -52,6 +52,7 @@ def render_plan(plan: StepPlan) -> RenderableType:
         parts.append(Text(f"note: {plan.note}", style="yellow"))
     parts.append(Text(f"rollouts are weighed by objective.advantage = '{plan.rule}'", style="dim"))
     parts += [Text(line, style="dim") for line in _inferred(plan)]
+    parts += [Text(line, style="yellow") for line in plan.unmatched]
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:

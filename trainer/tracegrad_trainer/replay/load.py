@@ -6,12 +6,13 @@ Everything here reads; a replay leaves store and checkpoints as they are.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.store import Group, RolloutSample, StepHistory, StepRecord, Store
+from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
     checkpoint_step,
@@ -35,6 +36,7 @@ class CheckpointMissing(ReplayError):
 class RecordedStep:
     """`groups` are as the step saw them. It began with `checkpoint` (None: the model folder's
     weights) and the updates of the steps `since` then, which have none of their own, in order.
+    `scopes`: of the turns, by id.
     `digest` is what the checkpoint's manifest must have, where that is known."""
 
     step: StepRecord
@@ -44,6 +46,7 @@ class RecordedStep:
     checkpoint: Path | None
     digest: str | None = None
     since: tuple[RecordedStep, ...] = ()
+    scopes: Mapping[str, TurnScope] = field(default_factory=dict)
 
     @property
     def rollouts(self) -> list[RolloutSample]:
@@ -83,12 +86,15 @@ def load_recorded_step(
 
 def _recorded(history: StepHistory, record: StepRecord, checkpoint: Path | None) -> RecordedStep:
     batch = _batch(record)
+    groups = _groups(history, record.step, batch)
+    names = [rollout.rollout_id for group in groups for rollout in group.rollouts]
     return RecordedStep(
         step=replace(record, metrics=current_names(record.metrics)),
         batch=batch,
-        groups=_groups(history, record.step, batch),
+        groups=groups,
         trained=frozenset(history.turns_trained(record.step)),
         checkpoint=checkpoint,
+        scopes=history.turn_scopes(names),
     )
 
 

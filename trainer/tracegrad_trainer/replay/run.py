@@ -175,4 +175,5 @@ def _selection(
         skipped_versions=batch.skipped_versions,
         vocabulary=vocabulary,
         routing=engine_routing_layout(settings),
+        scopes=recorded.scopes,
     )

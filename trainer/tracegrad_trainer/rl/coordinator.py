@@ -10,7 +10,7 @@ import copy
 import logging
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,9 @@ from tracegrad.store import (
 )
 from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.read.versions import VersionRecord
+from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.batches import PackingRule, TrainingSelection, select
+from tracegrad_trainer.batches.turn_selector import unmatched_patterns
 from tracegrad_trainer.batches.version_scale import SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_manifest
@@ -134,6 +136,7 @@ class Coordinator:
         asks = self.supply.is_open
         self.intake = IntakeReport(settings, store, self.owner) if asks else None
         self._held: list[Group] = []
+        self._unmatched: set[tuple[str, str]] = set()  # patterns that were warned of
         self._rewards_seen = store.late_rewards().last  # by number of arrival
         _, self._scorings_seen = store.count_scorings()  # as well
 
@@ -252,6 +255,7 @@ class Coordinator:
             skipped_versions=self.skipped_versions,
             vocabulary=self.vocabulary,
             routing=self.routing,
+            scopes=self._scopes(groups),
         )
         self._held = []  # only now: what cannot be selected from is released
         if selection.trained:
@@ -265,6 +269,20 @@ class Coordinator:
         self.memory = before
         self._consume(groups, selection.skipped)
         return None
+
+    def _scopes(self, groups: Sequence[Group]) -> Mapping[str, TurnScope]:
+        """What turns are selected by. Says of a pattern that fits none of them, once."""
+        batches = self.settings.batches
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        scopes = {}
+        if batches.by_scope:
+            scopes = self.store.turn_scopes([rollout.rollout_id for rollout in rollouts])
+        turns = [turn for rollout in rollouts for turn in rollout.turns]
+        for each in unmatched_patterns(turns, batches, scopes):
+            if (each.setting, each.pattern) not in self._unmatched:
+                self._unmatched.add((each.setting, each.pattern))
+                logger.warning("%s", each)
+        return scopes
 
     def _still_ours(self, groups: Sequence[Group]) -> list[Group]:
         """Without those that were lost since they were leased, all of whose rollouts are let go."""

@@ -21,6 +21,7 @@ from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
 from tracegrad_trainer.batches import MicroBatch, Row, TrainingSelection, pack, select, shares_rows
+from tracegrad_trainer.batches.turn_selector import unmatched_patterns
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.engine.distributed import pick_device
@@ -99,6 +100,7 @@ class StepPlan:
     judge_groups: list[JudgeGroup] | None  # not judged yet; None: none are (`rewards.judge.groups`)
     not_judged: int  # rollouts that do not say what they were asked
     uses: dict[str, list[str]]  # setting -> rollouts that it would use now
+    unmatched: list[str]  # patterns of batches that fit no turn of what is ready, a line each
 
     @property
     def tokens(self) -> int:
@@ -122,6 +124,11 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         composed=settings.rewards.composes,
     )
     failed = store.failed_versions()
+    looked_at = [rollout for group in peek.groups for rollout in group.rollouts]
+    scopes = {}
+    if batches.by_scope:
+        scopes = store.turn_scopes([rollout.rollout_id for rollout in looked_at])
+    turns = [turn for rollout in looked_at for turn in rollout.turns]
     live, not_resampled = _live_prompts(settings, store)
     judge_groups, not_judged = _judge_groups(settings, store)
 
@@ -136,6 +143,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             skipped_versions=point.skipped,
             vocabulary=folder_vocab_size(settings.model),
             routing=routing,
+            scopes=scopes,
         )
 
     left, passed = list(peek.groups), Counter[str]()
@@ -178,6 +186,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         judge_groups=judge_groups,
         not_judged=not_judged,
         uses=_uses(groups, judge_groups, live),
+        unmatched=list(map(str, unmatched_patterns(turns, batches, scopes))),
     )
 
 

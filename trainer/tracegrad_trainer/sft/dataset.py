@@ -8,7 +8,7 @@ and reinforcement learning may still use those that were imitated here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -17,6 +17,7 @@ from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
 from tracegrad.store.types import HELD_OUT
 from tracegrad.transfer.chat_conversations import NO_TOKENS
+from tracegrad.turn_scopes import TurnScope, turn_scopes
 from tracegrad_trainer.batches.filters import SAMPLING_REASONS, apply_predicate
 from tracegrad_trainer.sft.tokenize import ReplyTokenizer, tokenize_replies
 
@@ -48,6 +49,7 @@ class ChosenExamples:
     groups: list[ExampleGroup]
     found: int  # rollouts that match the filter
     reasons: Counter[str]
+    scopes: Mapping[str, TurnScope]  # of their turns, by id
 
     @property
     def rollouts(self) -> int:
@@ -79,6 +81,7 @@ def choose_examples(
     """
     reasons: Counter[str] = Counter()
     tasks: dict[str, ExampleGroup] = {}
+    scopes: dict[str, TurnScope] = {}
     found = 0
     made: ReplyTokenizer | None = None
     for copy in iter_rollouts(store, wanted):
@@ -95,11 +98,12 @@ def choose_examples(
                 if why := apply_predicate(mask, turn, copy):  # type: ignore[arg-type]
                     masked[turn.turn_id] = why
         turns = list(_turns(copy, made, masked, reasons))
+        scopes |= turn_scopes(copy.turns, copy.spans, copy.agent)
         group = copy.task_id or copy.rollout_id
         tasks.setdefault(group, ExampleGroup(group, [])).rollouts.append(
             Example(rollout_id=copy.rollout_id, reward=copy.reward or 0.0, turns=turns)
         )
-    return ChosenExamples([tasks[name] for name in sorted(tasks)], found, reasons)
+    return ChosenExamples([tasks[name] for name in sorted(tasks)], found, reasons, scopes)
 
 
 def _unfit(copy: RolloutRecord, *, compared: bool) -> str | None:

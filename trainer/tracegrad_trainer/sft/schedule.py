@@ -88,9 +88,16 @@ def _selected(
             advantages=unit_advantages,
             current_version=0,
             vocabulary=vocabulary,
+            scopes=chosen.scopes,
         )
     if settings.preset == "kto":
-        return labelled_rows(chosen.groups, batches, current_version=0, vocabulary=vocabulary)
+        return labelled_rows(
+            chosen.groups,
+            batches,
+            current_version=0,
+            vocabulary=vocabulary,
+            scopes=chosen.scopes,
+        )
     return preference_pairs(
         chosen.groups,
         batches,
@@ -98,6 +105,7 @@ def _selected(
         choose=settings.pairs,
         most=settings.pairs_per_task,
         vocabulary=vocabulary,
+        scopes=chosen.scopes,
     )
 
 

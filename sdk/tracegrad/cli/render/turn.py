@@ -103,6 +103,8 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
     turn = how.detail.turns[index]
     yield rule(turn_title(index, how), how.width)
     yield from indented(_summary(turn, how.detail), margin=_MARGIN, width=how.width)
+    if turn.agent_name is not None:
+        yield from _row("agent", Text(one_line(turn.agent_name)), how)
     if turn.fork_reason:
         rival = expected_parent(index, how.transcript)
         instead = f", instead of continuing turn {rival}" if rival is not None else ""

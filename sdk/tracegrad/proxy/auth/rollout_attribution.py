@@ -9,12 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import unquote
 
 from cachetools import FIFOCache
 
-from tracegrad.protocol import ROLLOUT_ATTRIBUTE, ROLLOUT_ID_PATTERN
+from tracegrad.protocol import (
+    AGENT_HEADER,
+    MAX_AGENT_NAME,
+    ROLLOUT_ATTRIBUTE,
+    ROLLOUT_HEADER,
+    ROLLOUT_ID_PATTERN,
+    STATE_HEADER,
+)
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.task_ids import state_key
@@ -28,13 +35,15 @@ _traceparent = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CallOwner:
-    """`rollout_id` is None for a call without a name, `state_key` for one without a state.
+    """`rollout_id` is None for a call without a name, `state_key` for one without a state,
+    `agent_name` for one that does not say which agent calls.
     `is_named`: the call names the rollout itself; else it is known by what the call belongs to."""
 
     rollout_id: str | None
     trace_id: str | None = None
     parent_span_id: str | None = None
     state_key: str | None = None  # of the environment that the call is made in
+    agent_name: str | None = None
     is_named: bool = False
 
 
@@ -49,10 +58,16 @@ def attribute_call(
     Headers have lower-case names. Raises BadRequest for an id that no rollout can have.
     """
     trace_id, span_id = _trace(headers.get("traceparent"))
-    state = state_key(headers.get("x-tracegrad-state") or None)
+    said = CallOwner(
+        None,
+        trace_id,
+        span_id,
+        state_key(headers.get(STATE_HEADER) or None),
+        unquote(headers.get(AGENT_HEADER, ""))[:MAX_AGENT_NAME] or None,
+    )
     found = (
         ("path", path_id),
-        ("x-tracegrad-rollout", headers.get("x-tracegrad-rollout")),
+        (ROLLOUT_HEADER, headers.get(ROLLOUT_HEADER)),
         ("api key", key_id),
         ("baggage", _from_baggage(headers.get("baggage"))),
     )
@@ -64,9 +79,9 @@ def attribute_call(
                     "digits and . _ : @ -",
                     param=where,
                 )
-            return CallOwner(rollout_id, trace_id, span_id, state, is_named=True)
+            return replace(said, rollout_id=rollout_id, is_named=True)
     known = traces.rollout_of(trace_id) if trace_id is not None else None
-    return CallOwner(known, trace_id, span_id, state)
+    return replace(said, rollout_id=known)
 
 
 def is_rollout_id(text: str) -> bool:

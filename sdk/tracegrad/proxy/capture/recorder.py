@@ -304,6 +304,7 @@ def _turns(
             request=call.request,
             response=reply.response or None,
             state_key=owner.state_key,
+            agent_name=owner.agent_name,
             observation=observation,
             timing=timing,
             routed_experts=reply.routed_experts,

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from tracegrad.chat.call import Call
 from tracegrad.events import Span, Turn, logprob_array, token_id_array
-from tracegrad.protocol import CALL_KIND_ATTRIBUTE
+from tracegrad.protocol import CALL_KIND_ATTRIBUTE, TURN_ATTRIBUTE
 from tracegrad.proxy.capture.call_index import turn_id_in_response
 from tracegrad.proxy.capture.recorder import Recorder, commit_each
 from tracegrad.proxy.dialects.registry import OtelDialect
@@ -151,6 +151,9 @@ def with_call_kind(reported: ReportedSpan, new: Mapping[SpanKey, str]) -> Span:
         return reported.span
     rollout_id = new.get(reported.key)
     mark = {CALL_KIND_ATTRIBUTE: "recorded" if rollout_id is None else "turn"}
+    turn_id = turn_id_in_response(reported.llm.response_id)
+    if rollout_id is None and turn_id is not None:
+        mark[TURN_ATTRIBUTE] = turn_id
     return replace(
         reported.span,
         rollout_id=rollout_id or reported.span.rollout_id,

@@ -12,8 +12,8 @@ from tracegrad.proxy.otel.otlp import SERVICE
 from tracegrad.proxy.otel.semconv import openinference
 from tracegrad.proxy.otel.semconv.chat_completion import first, parsed
 from tracegrad.proxy.otel.semconv.flat_attributes import STATUS_MESSAGE, events_of
+from tracegrad.turn_scopes import AGENT_ATTRIBUTES
 
-_AGENT = ("gen_ai.agent.name", "agent.name")
 _WORKFLOW = "traceloop.workflow.name"
 # What says which conversation the rollout is one exchange of: a tag, since a conversation is no
 # attempt at a task.
@@ -44,7 +44,7 @@ class TraceSummary:
     def said_by(span: Span) -> tuple[str | None, int, dict[str, str]]:
         """Its agent, since when, and its tags: plain values, for other workers too."""
         attributes = span.attributes
-        agent = first(attributes, _AGENT)
+        agent = first(attributes, AGENT_ATTRIBUTES)
         metadata = parsed(attributes.get("metadata"))  # LangGraph's configuration, by OpenInference
         attributes = {**metadata, **attributes} if isinstance(metadata, Mapping) else attributes
         found = ((tag, first(attributes, names)) for tag, names in _TAGS.items())

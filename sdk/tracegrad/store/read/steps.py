@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from sqlalchemy import Select, Text, cast, func, select
 
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
 from tracegrad.store.read.training_samples import load_samples
+from tracegrad.store.read.turn_scopes import load_turn_scopes
 from tracegrad.store.rows import count_rows, load, select_fields
 from tracegrad.store.types import Readable, RolloutSample, StepRecord
+from tracegrad.turn_scopes import TurnScope
 
 # Settings and batches are large: a step trains on thousands of rollouts.
 _SUMMARY_COLUMNS = (
@@ -114,6 +116,11 @@ class StepHistory:
         with the routed experts of their turns."""
         with self._store.reading() as connection:
             return load_samples(connection, rewards, expert_routing=expert_routing)
+
+    def turn_scopes(self, rollout_ids: Sequence[str]) -> dict[str, TurnScope]:
+        """Of all their turns, by id."""
+        with self._store.reading() as connection:
+            return load_turn_scopes(connection, rollout_ids)
 
     def splits(self) -> list[str]:
         """The values of the tag `split`, "" first if finished rollouts have none."""

@@ -40,6 +40,18 @@ def test_the_key_that_a_call_says_is_stored(rig: ProxyWithEngine, stream: bool) 
     assert reported[3:] == [None, None]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_agent_that_a_call_names_is_stored(rig: ProxyWithEngine, stream: bool) -> None:
+    body = {"messages": [message("user", "hi")], "stream": stream}
+    names = ("planner", "gr%C3%BCn", "50% off", "x" * 300, "")
+    for name in names:
+        headers = {"x-tracegrad-rollout": "r1", "x-tracegrad-agent": name}
+        rig.http.post(CHAT, json=body, headers=headers).raise_for_status()
+    rig.http.post(CHAT, json=body, headers={"x-tracegrad-rollout": "r1"}).raise_for_status()
+    found = [turn.agent_name for turn in rig.turns()]
+    assert found == ["planner", "grün", "50% off", "x" * 200, None, None]
+
+
 def test_another_way_to_the_same_observation_is_the_same_state(rig: ProxyWithEngine) -> None:
     """Two rollouts see the same behind different replies, ids and instructions."""
     ways = [

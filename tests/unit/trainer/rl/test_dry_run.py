@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,41 @@ def test_it_says_by_which_states_turns_would_be_compared(
         f"turns are compared among equal states: {given:.0f} states named by the agent,"
         f" {observed:.0f} by what was observed last, {unknown:.0f} unknown"
     ) in printed
+
+
+def test_one_agent_of_several_is_trained_and_a_name_that_nobody_has_is_said(
+    settings: TrainerSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(settings.proxy.store) as store:
+        for n in range(2):
+            events = rollout(f"r{n}", "t0", reward=float(n), seed=n, at=1000.0 + n)
+            turns = [event.turn_id for event in events if isinstance(event, Turn)]
+            agents = dict(zip(turns, ("planner", "writer", "planner"), strict=True))
+            store.append(
+                [
+                    replace(event, agent_name=agents[event.turn_id])
+                    if isinstance(event, Turn)
+                    else event
+                    for event in events
+                ]
+            )
+    batches = settings.batches.model_copy(update={"agents": ("writer", "judge")})
+    chosen = settings.model_copy(update={"batches": batches})
+    plan = planned(chosen)
+    assert (plan.trained, plan.skipped) == (2, {"turn_not_selected": 4})
+    assert plan.groups[0].advantages == planned(settings).groups[0].advantages
+    console = Console(file=sys.stdout, width=200, color_system=None)
+    dry_run.show_dry_run(chosen, console, False)
+    printed = capsys.readouterr().out
+    assert "batches.agents = 'judge' fits no turn; there are: planner, writer" in printed
+    assert "4 turn_not_selected" in printed
+    train(chosen, 1)
+    with Store.open(settings.proxy.store) as store:
+        [step] = StepHistory(store).steps()
+        kept = [store.rollout(f"r{n}").dispositions for n in range(2)]
+    assert step.metrics["turns_trained"] == 2
+    reasons = Counter(turn.skip_reason for each in kept for turn in each.values())
+    assert reasons == {None: 2, "turn_not_selected": 4}
 
 
 KNOWN = ("given", "observed", "unknown")

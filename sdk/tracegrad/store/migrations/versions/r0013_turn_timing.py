@@ -13,10 +13,10 @@ depends_on = None
 
 def upgrade() -> None:
     op.execute("ALTER TABLE turns ADD COLUMN timing JSON")
-    _experts_last()
+    experts_last()
 
 
-def _experts_last() -> None:
+def experts_last() -> None:
     """A row of SQLite is read from its beginning: what stands behind routed experts, megabytes,
     costs them. Where there are turns already the whole file would be written anew."""
     connection = op.get_bind()
