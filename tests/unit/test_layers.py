@@ -33,6 +33,7 @@ FLOORS = {
     "tracegrad.sized_cache": -1,
     "tracegrad.frameworks": -1,
     "tracegrad.events": 0,
+    "tracegrad.turn_scopes": 0,
     "tracegrad.serializer": 0,
     "tracegrad.journal": 0,
     "tracegrad.transport": 0,
