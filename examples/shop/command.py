@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 
 
 def main(
-    name: str, about: str | None, root: Path, load: Callable[[], Play], *, required_rise: float
+    name: str,
+    about: str | None,
+    root: Path,
+    load: Callable[[], Play],
+    *,
+    required_rise: float,
+    check: Callable[[Result], str | None] = lambda _: None,
 ) -> int:
-    """Plays once and returns the exit code: 1 if greedy success did not rise by `required_rise`.
+    """Plays once and returns the exit code: 1 if greedy success did not rise by `required_rise`, or
+    `check` says what else is wrong.
 
     The last line that is printed is one JSON object. `load` gives the play once the proxy's address
     stands in the environment.
@@ -74,8 +81,10 @@ def main(
     store = f"sqlite:///{_short(plan.state_dir)}/store.db"
     screen.say(f"                .venv/bin/tracegrad rollouts ls --store {store}\n")
     print(json.dumps(result.summary() | {"seconds": round(seconds, 1)}), flush=True)
+    if wrong := check(result):
+        screen.say(f"[red]{name}:[/] {wrong}")
     risen = result.after.greedy.rate - result.before.greedy.rate
-    return 0 if risen >= required_rise else 1
+    return 1 if wrong or risen < required_rise else 0
 
 
 def _options(name: str, about: str | None) -> argparse.Namespace:
@@ -109,6 +118,8 @@ def _table(result: Result, split: str) -> Table:
     table.add_row("turns trained", "", str(counts.trained))
     for reason, turns in sorted((counts.skipped | counts.pending).items(), key=lambda x: -x[1]):
         table.add_row(f"  not trained: {reason}", "", str(turns))
+    for agent, its in result.by_agent.items():
+        table.add_row(f"turns of {agent}", "", f"{its.captured}, {its.trained} trained")
     table.add_row("largest log-prob gap, on-policy", "", f"{result.gap_max:.1e}")
     total = sum(result.seconds.values()) or 1.0
     for stage, seconds in sorted(result.seconds.items(), key=lambda x: -x[1]):

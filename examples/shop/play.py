@@ -12,6 +12,7 @@ import openai
 
 from tracegrad import flush
 from tracegrad.store import TurnCounts
+from tracegrad.store.types import AgentTurns
 
 from . import acts, chart
 from .chart import Exam
@@ -87,6 +88,7 @@ class Result:
     after: Exam
     policy_versions: int
     counts: TurnCounts
+    by_agent: Mapping[str, AgentTurns]  # of agents that their calls name
     seconds: dict[str, float]  # of the trainer, by stage
     gap_max: float  # |log-prob gap| of the two engines on on-policy tokens, over all steps
     picture: Path
@@ -100,6 +102,7 @@ class Result:
             "policy_versions": self.policy_versions,
             "turns_captured": self.counts.captured,
             "turns_trained": self.counts.trained,
+            **{f"turns_trained_{name}": turns.trained for name, turns in self.by_agent.items()},
         }
 
 
@@ -135,6 +138,7 @@ async def _on_stage(play: Play, plan: Plan, stage: Stage, screen: Screen) -> Res
         after=after,
         policy_versions=stage.version,
         counts=stage.turn_counts(),
+        by_agent=stage.store.turns_by_agent(),
         seconds=acts.trainer_seconds(stage),
         gap_max=acts.largest_gap(stage),
         picture=picture,

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AnyMessage, HumanMessage, SystemMessage
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.message import add_messages
@@ -29,13 +29,16 @@ CHECK, REWRITE, YES, NO = "Is it right?", "Rewrite it.", "yes", "no"
 
 Next = Literal["rewrite", "execute", "__end__"]
 
-llm = ChatOpenAI(
-    model=MODEL,
-    base_url=os.environ.get("TRACEGRAD_URL", "http://127.0.0.1:4141") + "/v1",
-    api_key=SecretStr("not-needed"),
-    max_completion_tokens=48,
-    max_retries=0,
-)
+
+def chat_model(**settings: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=os.environ.get("TRACEGRAD_URL", "http://127.0.0.1:4141") + "/v1",
+        api_key=SecretStr("not-needed"),
+        max_completion_tokens=48,
+        max_retries=0,
+        **settings,
+    )
 
 
 class State(TypedDict):
@@ -48,10 +51,20 @@ class State(TypedDict):
 
 
 class SqlAgent:
-    """Answers questions over one database."""
+    """Answers questions over one database.
 
-    def __init__(self, database: Path) -> None:
+    `reviewer` checks what `author` writes; by default they are one."""
+
+    def __init__(
+        self,
+        database: Path,
+        *,
+        author: ChatOpenAI | None = None,
+        reviewer: ChatOpenAI | None = None,
+    ) -> None:
         self._database = Database(database)
+        self._author = author or chat_model()
+        self._reviewer = reviewer or self._author
         graph = StateGraph(State)
         graph.add_node("write", self._write)
         graph.add_node("check", self._check)
@@ -80,12 +93,12 @@ class SqlAgent:
         return rows
 
     async def _write(self, state: State) -> dict[str, Any]:
-        reply = await llm.ainvoke(state["messages"], temperature=state["temperature"])
+        reply = await self._author.ainvoke(state["messages"], temperature=state["temperature"])
         return {"messages": [reply], "query": reply.text}
 
     async def _check(self, state: State) -> dict[str, Any]:
         asked = HumanMessage(CHECK)
-        reply = await llm.ainvoke([*state["messages"], asked], temperature=state["temperature"])
+        reply = await _asked(self._reviewer, asked, state)
         problem = None if reply.text.strip() == YES else REWRITE
         return {"messages": [asked, reply], "problem": problem}
 
@@ -97,9 +110,13 @@ class SqlAgent:
 
     async def _rewrite(self, state: State) -> dict[str, Any]:
         asked = HumanMessage(state["problem"] or REWRITE)
-        reply = await llm.ainvoke([*state["messages"], asked], temperature=state["temperature"])
+        reply = await _asked(self._author, asked, state)
         rewrites = state["rewrites"] + 1
         return {"messages": [asked, reply], "query": reply.text, "rewrites": rewrites}
+
+
+async def _asked(model: ChatOpenAI, asked: HumanMessage, state: State) -> AIMessage:
+    return await model.ainvoke([*state["messages"], asked], temperature=state["temperature"])
 
 
 def _after_check(state: State) -> Next:

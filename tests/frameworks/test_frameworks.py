@@ -24,13 +24,15 @@ CALL = Answer("", tool_calls=[("weather", '{"city": "Ulm"}')])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """`parents`: of each turn, the index of the one that it continues. `spans`: names that must be
-    there; `reasons`: why turns are not trainable."""
+    there. `inside`: of each turn, a span that it lies in. `reasons`: why turns are not
+    trainable."""
 
     name: str
     on: Sequence[str]
     says: Sequence[Answer]
     parents: Sequence[int | None]
     spans: frozenset[str]
+    inside: Sequence[str] = ()
     dialect: str = "chat"
     reasons: frozenset[str | None] = frozenset([None])
 
@@ -46,7 +48,14 @@ DSPY = Answer(
 FINAL = Answer("", tool_calls=[("final_answer", f'{{"answer": "{ANSWER}"}}')])
 
 QUICK = [
-    example("openai_agents", "openai-agents", "forecaster", "weather", dialect="responses"),
+    example(
+        "openai_agents",
+        "openai-agents",
+        "forecaster",
+        "weather",
+        dialect="responses",
+        inside=("forecaster",) * 2,
+    ),
     example("pydantic_ai", "pydantic-ai", "invoke_agent forecaster", "execute_tool weather"),
 ]
 OTHERS = [
@@ -58,6 +67,7 @@ OTHERS = [
         "weather",
         says=(CALL, Answer(ANSWER), Answer(ANSWER)),
         parents=(None, 0, None),
+        inside=("forecaster", "forecaster", "writer"),
     ),
     example(
         "smolagents",
@@ -138,6 +148,10 @@ def check(each: Example, proxy: ProxyWithEngine, home: Path) -> None:
         assert {turn.untrainable for turn in turns} == each.reasons
         names = {span.name for span in proxy.store.spans(row.rollout_id)}
         assert each.spans <= names, sorted(names)
+        scopes = proxy.store.turn_scopes([row.rollout_id])
+        for turn, name in zip(turns, each.inside, strict=False):
+            paths = scopes[turn.turn_id].span_paths
+            assert any(path.endswith(f"/{name}") for path in paths), paths
 
 
 @pytest.mark.frameworks

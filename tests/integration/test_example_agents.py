@@ -1,5 +1,5 @@
-"""`make sql-agent` and `make cli-agent` in their short forms: an agent in LangGraph, and one that
-is a command in Docker containers, get better at held-out tasks while they work."""
+"""`make multi-agent`, `make sql-agent` and `make cli-agent` in their short forms: agents in LangGraph,
+and one that is a command in Docker containers, get better at held-out tasks while they work."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
     log, last = folder / "log", folder / "last"
     with log.open("w") as said, last.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--short"],
+            [sys.executable, "-m", *command],
             cwd=ROOT,
             env={**os.environ, **environ},
             stdout=out,
@@ -56,8 +56,16 @@ def play(folder: Path, *command: str, **environ: str) -> dict[str, Any]:
     return found
 
 
+def test_one_of_two_agents_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
+    short = ("--steps=6", "--tasks=45", "--split=validation")
+    found = play(tmp_path, "examples.multi_agent", *short)
+    # Its exit code says that none of the reviewer's was trained.
+    assert found["turns_trained"] == found["turns_trained_author"] > 0
+
+
+@pytest.mark.slow  # as the one before it, but for the selection
 def test_an_agent_in_langgraph_learns_to_write_sql(tmp_path: Path) -> None:
-    found = play(tmp_path, "examples.sql_agent")
+    found = play(tmp_path, "examples.sql_agent", "--short")
     # What it does without chance: at first nothing is right.
     assert found["greedy_after"] >= found["greedy_before"] + 0.2
     assert found["policy_versions"] >= 6  # the trainer goes on while the exam is held
@@ -79,6 +87,7 @@ def test_a_command_in_containers_learns_file_tasks(
     found = play(
         tmp_path,
         "examples.cli_agent",
+        "--short",
         f"--image={engine.image(docker_engine.PYTHON_IMAGE)}",
         DOCKER_HOST=engine.url,
         XDG_CACHE_HOME=str(caches),

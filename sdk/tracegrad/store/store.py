@@ -278,6 +278,7 @@ class Store:
         with self.reading() as connection:
             return queries.load_outcomes(connection, [rollout_id])[rollout_id]
 
+    turns_by_agent = _method(turn_scopes.turns_by_agent)
     turn_scopes = _method(turn_scopes.load_turn_scopes)
 
     def spans(self, rollout_id: str) -> list[Span]:

@@ -272,6 +272,14 @@ class RolloutSample:
     deciding_turn: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AgentTurns:
+    """Of an agent that its calls named: turns that were captured, and those that were trained."""
+
+    captured: int
+    trained: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """Rollouts to compare with each other, leased together until `expires_at`."""

@@ -44,14 +44,20 @@ class Model:
 
 
 @pytest.fixture
-def play(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def play(path: Path) -> Any:
     async def run(*replies: str) -> tuple[database.Rows | None, Model]:
-        fake = Model([*replies])
-        monkeypatch.setattr(agent, "llm", fake)
-        rows = await agent.SqlAgent(path).answer("How many lamps?", 0.5)
+        fake: Any = Model([*replies])
+        rows = await agent.SqlAgent(path, author=fake).answer("How many lamps?", 0.5)
         return rows, fake
 
     return run
+
+
+async def test_the_reviewer_may_be_another_one(path: Path) -> None:
+    author, reviewer = Model(["SELECT 1", "SELECT 2"]), Model(["no", "yes"])
+    team: Any = {"author": author, "reviewer": reviewer}
+    assert await agent.SqlAgent(path, **team).answer("How many lamps?") == ((2,),)
+    assert (author.replies, reviewer.replies) == ([], [])
 
 
 # --- questions ------------------------------------------------------------------------------
@@ -161,20 +167,17 @@ async def test_it_ends_without_an_answer(play: Any, said: str) -> None:
 # --- demonstrations -------------------------------------------------------------------------
 
 
-async def test_demonstrations_are_what_the_agent_would_say(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_demonstrations_are_what_the_agent_would_say(path: Path) -> None:
     """Word by word: what is learnt is the conversation that the agent leads."""
     rng, recipe = random.Random(3), warm_start.Recipe()
     template = Environment(autoescape=False).from_string(model.CHAT_TEMPLATE)
     rewritten = 0
     for _ in range(60):
         text = warm_start.demonstration(rng, recipe)
-        fake = Model(re.findall(r"<\|assistant\|>(.*?)<\|end\|>", text))
-        monkeypatch.setattr(agent, "llm", fake)
+        fake: Any = Model(re.findall(r"<\|assistant\|>(.*?)<\|end\|>", text))
         question = re.findall(r"<\|user\|>(.*?)<\|end\|>", text)[0]
         said = len(fake.replies)
-        await agent.SqlAgent(path).answer(question)
+        await agent.SqlAgent(path, author=fake).answer(question)
         rewritten += said > 2
         last = fake.asked[-1]
         roles = {"system": "system", "human": "user", "ai": "assistant"}

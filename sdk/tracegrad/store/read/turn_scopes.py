@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from tracegrad.protocol import TURN_ATTRIBUTE
-from tracegrad.store.models import Rollouts, Spans, Turns
+from tracegrad.store.models import Rollouts, Spans, TurnLedger, Turns
 from tracegrad.store.rows import rows_of_keys
+from tracegrad.store.types import AgentTurns
 from tracegrad.turn_scopes import AGENT_ATTRIBUTES, TurnScope, turn_scopes
 
 _ATTRIBUTES = (*AGENT_ATTRIBUTES, TURN_ATTRIBUTE)
@@ -37,6 +38,21 @@ def load_turn_scopes(connection: Connection, rollout_ids: Sequence[str]) -> dict
     for rollout_id, agent in rows_of_keys(connection, agents, Rollouts.rollout_id, rollout_ids):
         scopes |= turn_scopes(turns[rollout_id], spans[rollout_id], agent)
     return scopes
+
+
+def turns_by_agent(connection: Connection) -> dict[str, AgentTurns]:
+    """By the name that the calls said (`Turn.agent_name`); those that said none are left out."""
+    query = (
+        select(Turns.agent_name, func.count(), func.count(TurnLedger.step))
+        .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
+        .where(Turns.agent_name.is_not(None))
+        .group_by(Turns.agent_name)
+        .order_by(Turns.agent_name)
+    )
+    return {
+        str(name): AgentTurns(captured, trained)
+        for name, captured, trained in connection.execute(query)
+    }
 
 
 def _spans(connection: Connection, rollout_ids: Sequence[str]) -> Mapping[str, list[_Span]]:
