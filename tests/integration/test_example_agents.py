@@ -1,4 +1,4 @@
-"""`make multi-agent`, `make sql-agent` and `make cli-agent` in their short forms: agents in LangGraph,
+"""`make multi-agent`, `make sql-agent` and `make cli-agent` in short forms: agents in LangGraph,
 and one that is a command in Docker containers, get better at held-out tasks while they work."""
 
 from __future__ import annotations

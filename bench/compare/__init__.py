@@ -1,0 +1,1 @@
+"""One task in the code of each peer: what a user writes."""
