@@ -160,7 +160,8 @@ def explanation(error: APIError) -> str:
 
 def is_lost(error: APIError) -> bool:
     """Whether it is the container that is not there, and not what was asked of it."""
-    return isinstance(error, NotFound) and explanation(error).startswith("No such container")
+    # Docker begins with it, Podman ends so.
+    return isinstance(error, NotFound) and "no such container" in explanation(error).lower()
 
 
 def gone(error: APIError) -> bool:
