@@ -13,7 +13,6 @@ from dataclasses import replace
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import docker
 import pytest
@@ -422,29 +421,6 @@ async def test_nothing_else_is_reached(
     with pytest.raises(ValueError, match="cannot be reached"):
         sandbox.reachable(f"http://127.0.0.1:{port}/v1")
     listening.close()
-
-
-async def test_an_internal_network_leads_to_the_gateway_and_no_further(
-    engine: Engine, proxy: ProxyWithEngine, tmp_path: Path
-) -> None:
-    """There is no route: also where the engine filters nothing, as here. What listens at all
-    addresses of this machine is reached at the gateway, as docs/sandboxes.md says."""
-    listening = await asyncio.start_server(lambda *_: None, "0.0.0.0", 0)
-    port = listening.sockets[0].getsockname()[1]
-    backend = backend_of(engine, tmp_path, proxy.url, network="internal")
-    sandbox = await backend.start(SandboxSpec(image=engine.image(docker_engine.PYTHON_IMAGE)))
-    gateway = urlsplit(sandbox.reachable(proxy.url)).hostname or ""
-    for address, reached in ((host_address(), ""), (gateway, f"reached {gateway}\n")):
-        end, said = await run(
-            sandbox,
-            ["python3", "-c", REACH],
-            tmp_path,
-            OTHER=str(port),
-            HOST_ADDRESS=address,
-        )
-        assert (end.exit_code, said) == (0, f"['eth0', 'lo']\n{reached}")
-    listening.close()
-    await backend.close()
 
 
 async def test_a_mirror_is_reached_beside_the_proxy(

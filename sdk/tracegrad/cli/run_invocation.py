@@ -20,6 +20,7 @@ from tracegrad.runner.agent_launcher import AgentLauncher
 from tracegrad.runner.quarantine_watch import QuarantineWatch
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxBackend
+from tracegrad.runner.sandbox_backend import image_name
 from tracegrad.runner.task import Task
 from tracegrad.runner.task_run import RunSettings, TaskRun, settle_lost
 from tracegrad.transport import ProxyRefused
@@ -88,7 +89,7 @@ class RunInvocation:
         """Of training tasks; for evaluation all are run."""
         if not self.of_file or self.settings.held_out:
             return None
-        images = {task.id: task.sandbox.image for task in self.tasks}
+        images = {task.id: image_name(task.sandbox) for task in self.tasks}
         found = QuarantineWatch(lambda line: self.say(line), images.get)
         found.look(images)
         self.tasks = [task for task in self.tasks if found.why(task.id) is None]
