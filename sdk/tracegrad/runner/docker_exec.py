@@ -157,7 +157,8 @@ async def _end(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:
         if not gone and (await _inspect(target, exec_id))["Running"]:
             await target.processes.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), GRACE_S)
+                async with asyncio.timeout(GRACE_S):
+                    await _ended(target, exec_id, reader)
         if not target.watch.died.is_set():
             await target.processes.end()
         with suppress(TimeoutError):

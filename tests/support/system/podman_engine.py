@@ -9,11 +9,12 @@ import os
 import pwd
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from docker.errors import DockerException
@@ -56,6 +57,7 @@ def running(*, rootless: bool) -> Iterator[Engine]:
         finally:
             process.terminate()
             process.wait()
+            _end_pause(folder)
     finally:
         _remove(folder)
 
@@ -119,6 +121,13 @@ def _add_image(engine: Engine) -> None:
     api.import_image(str(root_filesystem.archive()), repository=repository)
     api.tag(f"{repository}:latest", repository, tag)
     api.close()
+
+
+def _end_pause(folder: Path) -> None:
+    """A rootless service leaves a process that holds its user namespace."""
+    for written in folder.rglob("pause.pid"):
+        with suppress(ProcessLookupError):
+            os.kill(int(written.read_text()), signal.SIGKILL)
 
 
 def _remove(folder: Path) -> None:
