@@ -87,7 +87,7 @@ def python_for(uid: int) -> str:
 
 
 def environ_of(home: Path) -> dict[str, str]:
-    packages = [str(Path(each.__file__).parents[1]) for each in (tracegrad, docker)]
+    packages = [str(Path(str(each.__file__)).parents[1]) for each in (tracegrad, docker)]
     own = {"HOME": str(home), "PYTHONPATH": os.pathsep.join(packages)}
     return {**os.environ, **own, "PYTHONDONTWRITEBYTECODE": "1"}
 
