@@ -43,12 +43,13 @@ def task_folder(folder: Path) -> Path:
     return task
 
 
-def trial(agent: str, model: str, folder: Path, proxy: str) -> dict[str, Any]:
+def trial(agent: str, model: str, folder: Path, proxy: str, *options: str) -> dict[str, Any]:
     python = harbor_python()
     source = [ROOT / "sdk", ROOT / "integrations", ROOT / "tests"]
     done = subprocess.run(
         [
             *(python, ROOT / "tests" / "support" / "harbor" / "run_trials.py"),
+            *options,
             *(agent, model, task_folder(folder), folder, CACHE),
         ],
         env={
@@ -102,3 +103,20 @@ def test_an_agent_of_harbors_does_a_task_and_its_verifier_scores_it(
         importing.folder(tmp_path / "trials")
         [row] = again.rollouts()
     assert (row.task_id, row.reward) == ("make-hello", 1.0), "as its result says"
+
+
+def test_trials_are_a_group_of_a_run(tmp_path: Path) -> None:
+    """As of any function: at the trainer's pace, filled, recorded."""
+    engine = ScriptedEngine(script=AGENTS["codex"].script)
+    store = f"sqlite:///{tmp_path}/store.db"
+    with (
+        serving(engine.app(), lifespan="off") as upstream,
+        proxy_process(upstream, store, tmp_path / "proxy.log") as proxy,
+    ):
+        told = trial("oracle", "none", tmp_path, proxy, "group")
+    assert told == {"outcomes": {"completed": 2}, "sandboxes": 2}
+    with Store.open(store, create=False) as opened:
+        rows = opened.rollouts(limit=None)
+    assert [(row.task_id, row.agent, row.outcome, row.reward) for row in rows] == [
+        ("make-hello", "oracle", "completed", 1.0)
+    ] * 2

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 from urllib.parse import urlsplit
 
 from harbor.agents.base import BaseAgent
@@ -26,7 +26,13 @@ from tracegrad.events import Outcome
 from tracegrad.runner.attempt import calls_of
 from tracegrad.runner.outcomes import Classified, serving_failure
 from tracegrad.runner.recipe import Recipe
-from tracegrad.runner.sandbox import BrokenEnvironment, Sandbox, SandboxBackend, SandboxError
+from tracegrad.runner.sandbox import (
+    BrokenEnvironment,
+    Sandbox,
+    SandboxBackend,
+    SandboxError,
+    SandboxSpec,
+)
 from tracegrad_integrations.harbor.environment import (
     IMPORT_PATH,
     environments_of,
@@ -87,30 +93,77 @@ async def run_trial(folder: Path, settings: TrialSettings) -> FinishedTrial:
     with rollout(
         task.name, tags=settings.tags, agent=settings.agent, input=task.instruction
     ) as own:
-        try:
-            sandbox = await settings.backend.start(spec)
-        except SandboxError as error:
-            broken = isinstance(error, BrokenEnvironment)
-            outcome = Outcome.ENV_ERROR if broken else Outcome.INFRA_ERROR
-            return _finished(own, Classified(outcome, f"sandbox: {error}"), None, None)
-        try:
-            result = await _run(folder, settings, own, sandbox)
-        except asyncio.CancelledError:
-            own.finish(Outcome.ABORTED, "interrupted")
-            raise
-        finally:
-            await sandbox.close()
-        rewards = None if result.verifier_result is None else result.verifier_result.rewards
-        failures = [(each.exception_type, each.exception_message)
-                    for each in result.recorded_exceptions()]  # fmt: skip
-        reward = reward_of(rewards)
-        calls, serving = None, None
-        if settings.agent not in _WITHOUT_MODEL:
-            made = await asyncio.to_thread(calls_of, own)
-            calls = None if made is None else made.count
-            serving = serving_failure(made)
-        found = classify_trial(failures[0] if failures else None, calls, reward, serving)
-        return _finished(own, found, reward if found.outcome.scored else None, result)
+        return await _trial(folder, spec, settings, own)
+
+
+def trial_agent(settings: TrialSettings) -> Callable[[TrialTask, Rollout], Awaitable[None]]:
+    """Harbor's agent for `tracegrad.run(agent, train=trial_tasks(folder), name=settings.agent)`,
+    which makes groups of trials at the trainer's pace, again what failed by no doing of the agent,
+    and goes on where it was interrupted. `settings.tags` are `run`'s there. Raises ValueError: as
+    of `run_trial`."""
+    check_agent(settings.agent)
+
+    async def play(task: TrialTask, rollout: Rollout) -> None:
+        folder = Path(task["folder"])
+        config = Task(folder)
+        spec = sandbox_spec(
+            config.config.environment, config.paths.environment_dir, settings.recipe
+        )
+        await _trial(folder, spec, settings, rollout)
+
+    return play
+
+
+class TrialTask(TypedDict):
+    """What `trial_agent` is called with. `id`: the task's name, of which a group is made."""
+
+    id: str
+    instruction: str
+    folder: str
+
+
+def trial_tasks(*folders: Path) -> list[TrialTask]:
+    """Of tasks' folders, and of folders of those. Raises ValueError: there is none."""
+    found = []
+    for folder in folders:
+        inside = [folder] if (folder / "task.toml").exists() else sorted(folder.iterdir())
+        tasks = [Task(each) for each in inside if (each / "task.toml").exists()]
+        if not tasks:
+            raise ValueError(f"{folder}: there is no task.toml, nor in a folder in it")
+        found += [
+            TrialTask(id=each.name, instruction=each.instruction, folder=str(each.paths.task_dir))
+            for each in tasks
+        ]
+    return found
+
+
+async def _trial(
+    folder: Path, spec: SandboxSpec, settings: TrialSettings, own: Rollout
+) -> FinishedTrial:
+    try:
+        sandbox = await settings.backend.start(spec)
+    except SandboxError as error:
+        broken = isinstance(error, BrokenEnvironment)
+        outcome = Outcome.ENV_ERROR if broken else Outcome.INFRA_ERROR
+        return _finished(own, Classified(outcome, f"sandbox: {error}"), None, None)
+    try:
+        result = await _run(folder, settings, own, sandbox)
+    except asyncio.CancelledError:
+        own.finish(Outcome.ABORTED, "interrupted")
+        raise
+    finally:
+        await sandbox.close()
+    rewards = None if result.verifier_result is None else result.verifier_result.rewards
+    failures = [(each.exception_type, each.exception_message)
+                for each in result.recorded_exceptions()]  # fmt: skip
+    reward = reward_of(rewards)
+    calls, serving = None, None
+    if settings.agent not in _WITHOUT_MODEL:
+        made = await asyncio.to_thread(calls_of, own)
+        calls = None if made is None else made.count
+        serving = serving_failure(made)
+    found = classify_trial(failures[0] if failures else None, calls, reward, serving)
+    return _finished(own, found, reward if found.outcome.scored else None, result)
 
 
 def _finished(

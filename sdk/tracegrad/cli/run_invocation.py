@@ -6,7 +6,7 @@ import asyncio
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +15,22 @@ import typer
 from tracegrad import exporter
 from tracegrad.cli.render.run_progress import RunProgress
 from tracegrad.cli.store_option import USAGE_ERROR, fail
-from tracegrad.context import proxy_url
 from tracegrad.private_files import private_folder
 from tracegrad.runner.agent_launcher import AgentLauncher
-from tracegrad.runner.quarantine import TaskRef, check_tasks
+from tracegrad.runner.quarantine_watch import QuarantineWatch
 from tracegrad.runner.run_record import RecordError, RunRecord, header_of
 from tracegrad.runner.sandbox import SandboxBackend
+from tracegrad.runner.sandbox_backend import image_name
 from tracegrad.runner.task import Task
 from tracegrad.runner.task_run import RunSettings, TaskRun, settle_lost
-from tracegrad.transport import ProxyRefused, ProxyUnreachable
+from tracegrad.transport import ProxyRefused
 
 TIMED_OUT, NOT_FOUND, INTERRUPTED = 124, 127, 130
+
+
+def _say(line: str) -> None:
+    """Before there is a bar."""
+    typer.echo(f"tracegrad: {line}", err=True)
 
 
 @dataclass
@@ -41,6 +46,7 @@ class RunInvocation:
     launcher: AgentLauncher
     backend: SandboxBackend
     interrupted: bool = False
+    say: Callable[[str], object] = _say
 
     def run(self) -> int:
         """The exit code."""
@@ -57,7 +63,7 @@ class RunInvocation:
         except (RecordError, OSError) as error:
             fail(f"--resume: {error}" if self.resume else f"--logs: {error}", USAGE_ERROR)
         settle_lost(record.lost)
-        self._leave_out_quarantined()
+        quarantine = self._leave_out_quarantined()
         total = len(self.tasks) * settings.epochs * settings.attempts
         progress = RunProgress(
             total,
@@ -66,9 +72,10 @@ class RunInvocation:
             past=record.past,
             bar=self.of_file,
         )
+        self.say = progress.say
         try:
             with progress:
-                asyncio.run(self._run(record, progress, alone=total == 1 and not self.of_file))
+                asyncio.run(self._run(record, progress, quarantine))
         except asyncio.CancelledError:
             pass
         except (ProxyRefused, RecordError) as error:
@@ -78,23 +85,20 @@ class RunInvocation:
             record.close()
         return self._end(progress)
 
-    def _leave_out_quarantined(self) -> None:
+    def _leave_out_quarantined(self) -> QuarantineWatch | None:
         """Of training tasks; for evaluation all are run."""
         if not self.of_file or self.settings.held_out:
-            return
-        refs = [TaskRef(task.id, task.sandbox.image) for task in self.tasks]
-        try:
-            verdicts = check_tasks(proxy_url(), refs, retry=True)
-        except (ProxyRefused, ProxyUnreachable) as error:
-            typer.echo(f"tracegrad: no task is left out: {error}", err=True)
-            return
-        for verdict in verdicts:
-            if not verdict.run:
-                typer.echo(f"tracegrad: left out: {verdict}", err=True)
-        asked = zip(self.tasks, verdicts, strict=True)
-        self.tasks = [task for task, verdict in asked if verdict.run]
+            return None
+        images = {task.id: image_name(task.sandbox) for task in self.tasks}
+        found = QuarantineWatch(lambda line: self.say(line), images.get)
+        found.look(images)
+        self.tasks = [task for task in self.tasks if found.why(task.id) is None]
+        return found
 
-    async def _run(self, record: RunRecord, progress: RunProgress, *, alone: bool) -> None:
+    async def _run(
+        self, record: RunRecord, progress: RunProgress, quarantine: QuarantineWatch | None
+    ) -> None:
+        alone = progress.total == 1 and not self.of_file
         loop, running = asyncio.get_running_loop(), asyncio.current_task()
         assert running is not None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -110,6 +114,8 @@ class RunInvocation:
             record=record,
             prepare=self.launcher,
             observer=progress,
+            quarantine=quarantine,
+            not_needed=progress.not_needed,
             echo=sys.stderr.buffer.write if alone else None,
             said=progress.say,
         ).run()

@@ -29,6 +29,7 @@ from tracegrad.runner.sandbox import (
     SandboxBackend,
     SandboxUnavailable,
 )
+from tracegrad.runner.sandbox_backend import image_name
 from tracegrad.runner.stage_limits import StageLimits, StageTimeouts
 from tracegrad.runner.task import AgentCommand, Task
 from tracegrad.telemetry import SpanScope
@@ -103,7 +104,8 @@ async def run_attempt(task: Task, settings: AttemptSettings, observer: AttemptOb
     what runs, and the rollout as aborted with the cancellation's message.
     """
     # By which a broken image is found (`quarantine.py`).
-    image = {} if task.sandbox.image is None else {IMAGE_TAG: task.sandbox.image}
+    name = await asyncio.to_thread(image_name, task.sandbox)
+    image = {} if name is None else {IMAGE_TAG: name}
     with rollout(
         task.id,
         tags={**task.tags, **image},

@@ -1,9 +1,9 @@
 """What a container reaches: the proxy, a package mirror where one is given, and nothing else.
 
-As root, beside the engine: the container has a loopback interface and no other one. A socket that
-listens there is made from here, by a thread that enters the container's network namespace: where a
-socket is made it stays, and the loop serves it like any other one. There is no route, no bridge and
-no packet filter to get wrong.
+As root, or as the user whose engine it is (rootless), beside the engine: the container has a
+loopback interface and no other one. A socket that listens there is made from here, by a thread or a
+process that enters the container's network namespace: where a socket is made it stays, and the loop
+serves it like any other one. There is no route, no bridge and no packet filter to get wrong.
 
 Else: a network without a way out, and the runner listens at its gateway. That is weaker: the host's
 own services that listen at all addresses are reached through the gateway, containers of one run
@@ -16,6 +16,8 @@ import asyncio
 import ctypes
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -65,12 +67,23 @@ class ContainerNetwork(Protocol):
     async def close(self) -> None: ...
 
 
+def has_own_cgroup(container: Mapping[str, Any]) -> bool:
+    """Whether its processes here are those of a control group with its id; a rootless engine may
+    have none."""
+    return _names_container(container, "cgroup")
+
+
 def is_beside_engine(container: Mapping[str, Any]) -> bool:
     """Whether the engine's process numbers are this machine's: DOCKER_HOST may lead to another
-    one, or out of this PID namespace."""
+    one, or out of this PID namespace. Its files (`/etc/hosts`) are mounted from a folder of its
+    id."""
+    return has_own_cgroup(container) or _names_container(container, "mountinfo")
+
+
+def _names_container(container: Mapping[str, Any], file: str) -> bool:
     with suppress(OSError):
-        cgroups = Path(f"/proc/{container['State']['Pid']}/cgroup").read_text()
-        return str(container["Id"]) in cgroups
+        said = Path(f"/proc/{container['State']['Pid']}/{file}").read_text()
+        return str(container["Id"]) in said
     return False
 
 
@@ -90,13 +103,12 @@ class NamespaceNetwork:
         try:
             if not is_beside_engine(container):
                 raise OSError("it is no process of this machine")
-            sockets = await asyncio.to_thread(
-                _listen_in_namespace, int(container["State"]["Pid"]), ports
-            )
+            listen = _listen_in_namespace if os.geteuid() == 0 else _listen_as_owner
+            sockets = await asyncio.to_thread(listen, int(container["State"]["Pid"]), ports)
         except OSError as error:
             raise SandboxUnavailable(
-                f"the container's network could not be entered: {error}; run as root beside the"
-                " engine, or with network = internal"
+                f"the container's network could not be entered: {error}; run beside the engine,"
+                " as root or as its user, or with network = internal"
             ) from None
         relays = []
         for target, port, listening in zip(targets, ports, sockets, strict=True):
@@ -143,6 +155,45 @@ def _listen_in_namespace(pid: int, ports: Sequence[int]) -> list[socket.socket]:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
+
+# Only a process with one thread may enter a user namespace; its sockets are sent back.
+_ENTER_AND_LISTEN = """
+import ctypes, os, socket, sys
+pid, back, backlog, *ports = map(int, sys.argv[1:])
+libc = ctypes.CDLL(None, use_errno=True)
+for namespace in [os.open(f"/proc/{pid}/ns/{name}", os.O_RDONLY) for name in ("user", "net")]:
+    if libc.setns(namespace, 0) != 0:
+        sys.exit(os.strerror(ctypes.get_errno()))
+made = [socket.create_server(("127.0.0.1", port), backlog=backlog) for port in ports]
+socket.send_fds(socket.socket(fileno=back), [b"."], [each.fileno() for each in made])
+"""
+_ENTER_S = 60.0
+
+
+def _listen_as_owner(pid: int, ports: Sequence[int]) -> list[socket.socket]:
+    """As `_listen_in_namespace`, of a container of this user's own engine. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        numbers = [str(number) for number in (pid, theirs.fileno(), _BACKLOG, *ports)]
+        try:
+            subprocess.run(
+                [sys.executable, "-ISc", _ENTER_AND_LISTEN, *numbers],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_ENTER_S,
+                check=True,
+            )
+        except subprocess.CalledProcessError as error:
+            said = error.stderr.decode(errors="replace").strip().splitlines()[-1:]
+            raise OSError("".join(said) or f"exit code {error.returncode}") from None
+        except subprocess.TimeoutExpired:
+            raise OSError(f"that took more than {_ENTER_S:.0f} s") from None
+        _, received, _, _ = socket.recv_fds(ours, 1, len(ports))
+    made = [socket.socket(fileno=each) for each in received]
+    for each in made:
+        each.setblocking(False)
+    return made
 
 
 class InternalNetwork:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from docker.errors import APIError
 
-from tracegrad.runner.container_network import is_beside_engine
+from tracegrad.runner.container_network import has_own_cgroup, is_beside_engine
 from tracegrad.runner.docker_engine import DockerEngine, explanation
 from tracegrad.runner.sandbox import SandboxUnavailable
 
@@ -35,10 +35,28 @@ class ContainerProcesses(Protocol):
 
 
 def processes_of(engine: DockerEngine, container: Mapping[str, Any]) -> ContainerProcesses:
-    if os.geteuid() == 0 and is_beside_engine(container):
-        first = int(container["State"]["Pid"])
-        return HostProcesses(engine, str(container["Id"]), first, bound_of(container))
-    return InsideProcesses(engine, str(container["Id"]), bound_of(container))
+    name, bound = str(container["Id"]), bound_of(container)
+    if not (is_beside_engine(container) and (os.geteuid() == 0 or engine.is_own)):
+        return InsideProcesses(engine, name, bound)
+    first = int(container["State"]["Pid"])
+    if has_own_cgroup(container):
+        return HostProcesses(engine, name, first, bound, lambda pid: _is_in_cgroup(pid, name))
+    namespace = _pid_namespace(first)
+    return HostProcesses(
+        engine, name, first, bound, lambda pid: _pid_namespace(pid) == namespace is not None
+    )
+
+
+def _is_in_cgroup(pid: int, name: str) -> bool:
+    return name in Path(f"/proc/{pid}/cgroup").read_text()
+
+
+def _pid_namespace(pid: int) -> str | None:
+    """None: of somebody else's process."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except PermissionError:
+        return None
 
 
 def bound_of(container: Mapping[str, Any]) -> int | None:
@@ -48,12 +66,21 @@ def bound_of(container: Mapping[str, Any]) -> int | None:
 
 
 class HostProcesses:
-    """They are this machine's own, and are found by their control group: nothing inside is asked,
-    so nothing inside (no bound of processes, no shell of the agent's) stands against it."""
+    """They are this machine's own: nothing inside is asked, so nothing inside (no bound of
+    processes, no shell of the agent's) stands against it. `belongs`: whether one is the
+    container's: by its control group, or, where it has none, by its PID namespace. Raises
+    OSError."""
 
-    def __init__(self, engine: DockerEngine, container: str, first: int, bound: int | None) -> None:
+    def __init__(
+        self,
+        engine: DockerEngine,
+        container: str,
+        first: int,
+        bound: int | None,
+        belongs: Callable[[int], bool],
+    ) -> None:
         self._engine, self._container, self._first = engine, container, first
-        self._bound = bound
+        self._bound, self._belongs = bound, belongs
 
     async def terminate(self) -> None:
         await asyncio.to_thread(self._signal, signal.SIGTERM)
@@ -111,8 +138,7 @@ class HostProcesses:
     def _is_inside(self, pid: int, *, zombie: bool = False) -> bool:
         try:
             # A zombie is in its group until it is waited for, which the first process may never do.
-            inside = self._container in Path(f"/proc/{pid}/cgroup").read_text()
-            return inside and _is_zombie(pid) == zombie
+            return self._belongs(pid) and _is_zombie(pid) == zombie
         except OSError:
             return False
 
@@ -157,8 +183,8 @@ class InsideProcesses:
         found = await self._engine.call(
             self._engine.api.top, self._container, ps_args="-eo pid,stat"
         )
-        state = found["Titles"].index("STAT")
-        return [row[state] for row in found["Processes"]]
+        # Podman does not divide a row.
+        return [" ".join(row).split()[1] for row in found["Processes"]]
 
     async def _kill_all(self, name: str) -> None:
         api = self._engine.api

@@ -76,8 +76,9 @@ class DockerSettings:
     Attributes:
         proxy: its URL: the one address that sandboxes reach.
         engine: the engine's URL; None: what DOCKER_HOST says, else the usual one.
-        network: `namespace`: no interface but loopback (root, beside the engine); `internal`: a
-            network without a way out, which is weaker; None: the first where it is possible.
+        network: `namespace`: no interface but loopback (root or the engine's own user, beside
+            the engine); `internal`: a network without a way out, which is weaker; None: the first
+            where it is possible.
         build_network: of builds and of baking; None: the engine's own choice.
         pull: images that are not there are asked of their registry.
         layer: how a recipe is baked.
@@ -218,7 +219,8 @@ class DockerSandboxes:
         return _Opened(engine, events, images, self._network(engine))
 
     def _network(self, engine: DockerEngine) -> ContainerNetwork:
-        kind = self._settings.network or ("namespace" if os.geteuid() == 0 else "internal")
+        enters = os.geteuid() == 0 or engine.is_own
+        kind = self._settings.network or ("namespace" if enters else "internal")
         if kind == "namespace":
             return NamespaceNetwork()
         return InternalNetwork(engine, f"{NAME_PREFIX}{self._run}", self._labels)

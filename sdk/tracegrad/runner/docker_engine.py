@@ -43,10 +43,16 @@ class DockerEngine:
     """One engine.
 
     `api` is docker's own client; each of its functions is called through `call`.
+
+    Attributes:
+        is_podman: it says less of commands in a container.
+        is_own: it is of the user who runs this, and so are its containers: rootless.
     """
 
-    def __init__(self, api: docker.APIClient) -> None:
-        self.api = api
+    def __init__(
+        self, api: docker.APIClient, *, is_podman: bool = False, is_own: bool = False
+    ) -> None:
+        self.api, self.is_podman, self.is_own = api, is_podman, is_own
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tracegrad-docker")
 
     @classmethod
@@ -55,7 +61,10 @@ class DockerEngine:
 
         Raises SandboxUnavailable.
         """
-        return cls(await asyncio.to_thread(_client, url))
+        api = await asyncio.to_thread(_client, url)
+        parts = (await asyncio.to_thread(_answered, api.version)).get("Components") or []
+        is_podman = any(str(each["Name"]).startswith("Podman") for each in parts)
+        return cls(api, is_podman=is_podman, is_own=_is_own(_address(url)))
 
     async def call(self, function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Raises docker's NotFound and APIError as they are (`broken_or_unavailable`), and
@@ -96,7 +105,7 @@ def ping() -> None:
 
 
 def _client(url: str | None) -> docker.APIClient:
-    where = url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+    where = _address(url)
     try:
         settings = docker.utils.kwargs_from_env()
         if url is not None:
@@ -106,6 +115,19 @@ def _client(url: str | None) -> docker.APIClient:
         )
     except (DockerException, requests.exceptions.RequestException, OSError) as error:
         raise SandboxUnavailable(f"no Docker engine at {where}: {_FIX} ({_short(error)})") from None
+
+
+def _address(url: str | None) -> str:
+    return url or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+
+
+def _is_own(address: str) -> bool:
+    """By its socket: Podman's API does not say that it is rootless."""
+    scheme, _, path = address.partition("://")
+    try:
+        return scheme == "unix" and os.geteuid() != 0 and os.stat(path).st_uid == os.geteuid()
+    except OSError:
+        return False
 
 
 def _answered(function: Callable[[], T]) -> T:
@@ -138,7 +160,8 @@ def explanation(error: APIError) -> str:
 
 def is_lost(error: APIError) -> bool:
     """Whether it is the container that is not there, and not what was asked of it."""
-    return isinstance(error, NotFound) and explanation(error).startswith("No such container")
+    # Docker begins with it, Podman ends so.
+    return isinstance(error, NotFound) and "no such container" in explanation(error).lower()
 
 
 def gone(error: APIError) -> bool:

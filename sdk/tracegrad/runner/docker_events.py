@@ -42,11 +42,11 @@ class ContainerWatch:
         self._ended.pop(exec_id, None)
 
     def take(self, action: str, attributes: Mapping[str, str]) -> None:
-        if action == "exec_die":
+        if action in ("exec_die", "exec_died"):  # Podman's word
             self._ended[attributes.get("execID", "")].set()
         elif action == "oom":
             self.out_of_memory += 1
-        elif action == "die":
+        elif action in ("die", "died"):
             self.died.set()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -90,7 +91,9 @@ async def run_in_container(
     code = found["ExitCode"]
     if code is None:
         raise SandboxUnavailable("the engine does not know how the command ended")
-    if not found["Pid"] and code in _NOT_STARTED:  # so all that was printed is the engine's
+    # Of one without a process all that was printed is the engine's. Podman forgets the process of
+    # each that has ended: there the shell says it (`_start`), as any program could.
+    if not found["Pid"] and code in _NOT_STARTED and not target.engine.is_podman:
         return _not_started(command, last_line)
     out_of_memory = code == _KILLED and target.watch.out_of_memory > memory_before
     return ProcessEnd(code, seconds, last_line=last_line, out_of_memory=out_of_memory)
@@ -102,12 +105,18 @@ async def _start(
     if isinstance(command, str):
         command = ["/bin/sh", "-c", command]
     api = target.engine.api
+    variables = [f"{name}={value}" for name, value in environ.items() if value is not None]
+    unset = [name for name, value in environ.items() if value is None]
+    if target.engine.is_podman:  # takes no variable away, and nobody knows what did not start
+        line = f'{f"unset {shlex.join(unset)}; " if unset else ""}exec "$@"'
+        command = ["/bin/sh", "-c", line, "sh", *command]
+    else:
+        variables += unset  # a name alone: not to be set
     made = await target.engine.call(
         api.exec_create,
         target.container,
         list(command),
-        # A name alone: not to be set.
-        environment=[n if v is None else f"{n}={v}" for n, v in environ.items()],
+        environment=variables,
         workdir=target.workdir,
         user=target.user or "",
     )
@@ -148,7 +157,8 @@ async def _end(target: ExecTarget, exec_id: str, reader: _OutputReader) -> None:
         if not gone and (await _inspect(target, exec_id))["Running"]:
             await target.processes.terminate()
             with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), GRACE_S)
+                async with asyncio.timeout(GRACE_S):
+                    await _ended(target, exec_id, reader)
         if not target.watch.died.is_set():
             await target.processes.end()
         with suppress(TimeoutError):

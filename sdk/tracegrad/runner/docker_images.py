@@ -142,10 +142,9 @@ class DockerImages:
 
     async def _built(self, folder: Path) -> SandboxImage:
         try:
-            digest = await asyncio.to_thread(_digest_of_context, folder)
+            name = await asyncio.to_thread(built_name, folder)
         except OSError as error:
             raise BrokenEnvironment(f"build: {folder}: {error.strerror or error}") from None
-        name = f"{BUILT}:{digest}"
         return await self._once(name, lambda: self._build(folder, name))
 
     async def _build(self, folder: Path, name: str) -> None:
@@ -286,6 +285,11 @@ def digest_of_files(found: Any, path: Path) -> None:
         with path.open("rb") as file:
             while some := file.read(1 << 20):
                 found.update(some)
+
+
+def built_name(folder: Path) -> str:
+    """Of the image that is built from it, as it is now. Raises OSError."""
+    return f"{BUILT}:{_digest_of_context(folder)}"
 
 
 def _digest_of_context(folder: Path) -> str:

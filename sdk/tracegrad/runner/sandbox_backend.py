@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +35,22 @@ class ContainerOptions:
 
 def is_contained(spec: SandboxSpec) -> bool:
     return spec.image is not None or spec.build is not None
+
+
+def image_name(spec: SandboxSpec) -> str | None:
+    """By which a broken image is known (`quarantine.py`): what is built is another one when its
+    folder changes. None: no container, or nothing that could be built. Reads the folder once."""
+    return spec.image if spec.build is None else _built_name(spec.build)
+
+
+@cache
+def _built_name(folder: Path) -> str | None:
+    from tracegrad.runner.docker_images import built_name
+
+    try:
+        return built_name(folder)
+    except OSError:
+        return None
 
 
 def filled(spec: SandboxSpec, asked: SandboxSpec) -> SandboxSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tracegrad.runner.attempt import (
 )
 from tracegrad.runner.driver import Driver, Pace, RunObserver, TrainerPace, unpaced
 from tracegrad.runner.local_process import kill_marked
+from tracegrad.runner.quarantine_watch import QuarantineWatch
 from tracegrad.runner.run_record import RunRecord
 from tracegrad.runner.sandbox import SandboxBackend
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
@@ -53,8 +55,14 @@ class RunSettings:
 
 
 class TaskRun:
-    """Tasks that are commands or agents' recipes. `record` None: nobody will go on with it.
-    `said`: gets lines about what is waited for."""
+    """Tasks that are commands or agents' recipes.
+
+    Args:
+        record: None: nobody will go on with it.
+        quarantine: leaves out tasks of the epochs that are to come; None: none is.
+        not_needed: gets the number of attempts that are not made because of that.
+        said: gets lines about what is waited for.
+    """
 
     def __init__(
         self,
@@ -66,11 +74,14 @@ class TaskRun:
         record: RunRecord | None = None,
         prepare: Prepare | None = None,
         observer: RunObserver | None = None,
+        quarantine: QuarantineWatch | None = None,
+        not_needed: Callable[[int], object] = lambda attempts: None,
         echo: Callable[[bytes], object] | None = None,
         said: Callable[[str], object] = log.info,
     ) -> None:
         self._tasks = {task.id: task for task in tasks}
         self._settings, self._backend, self._record = settings, backend, record
+        self._quarantine, self._not_needed = quarantine, not_needed
         limits = StageLimits(settings.concurrency, stagger_s=settings.stagger_s)
         self._of_attempts = AttemptSettings(
             backend=backend,
@@ -92,7 +103,7 @@ class TaskRun:
             ),
         )
         # The record before the others: they may fail.
-        observers = [each for each in (record, observer) if each is not None]
+        observers = [each for each in (record, observer, quarantine) if each is not None]
         pace: Pace = unpaced if settings.held_out else TrainerPace(said)
         self._driver = Driver(
             self.scheduler, self._execute, pace=pace, observer=Observers(observers)
@@ -101,9 +112,14 @@ class TaskRun:
     async def run(self) -> None:
         """Until it is over. A cancellation aborts what runs, and is raised; what the proxy refuses
         is raised (ProxyRefused)."""
+        watching = None
+        if self._quarantine is not None:
+            watching = asyncio.create_task(self._quarantine.watch())
         try:
             await self._driver.run()
         finally:
+            if watching is not None:
+                watching.cancel()
             await self._backend.close()
 
     def _plans(self) -> Iterator[GroupPlan]:
@@ -111,7 +127,11 @@ class TaskRun:
             for task_id in self._tasks:
                 key = GroupKey(epoch, task_id)
                 ended = () if self._record is None else self._record.ended_of(key)
-                yield GroupPlan(key, ended)
+                if self._quarantine is None or self._quarantine.why(task_id) is None:
+                    yield GroupPlan(key, ended)
+                else:
+                    scored = sum(outcome.scored for outcome in ended)
+                    self._not_needed(max(0, self._settings.attempts - scored))
 
     async def _execute(self, ticket: Ticket, observer: AttemptObserver) -> Attempt:
         return await run_attempt(self._tasks[ticket.group.task_id], self._of_attempts, observer)

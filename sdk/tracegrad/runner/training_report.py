@@ -47,6 +47,7 @@ class RunReport:
         outcomes: of training rollouts.
         replaced, cut: attempts that were made again; that their group did not need.
         groups: that have all their attempts.
+        left_out: why tasks are quarantined that were not run (again), by their ids.
         ended_by: `tasks`, `steps`, `stop_at` or `patience`.
         folder: the run's; `run(..., resume=folder)` goes on with it.
         picture: the learning curve; None: matplotlib is not there, or no version is known.
@@ -58,6 +59,7 @@ class RunReport:
     replaced: int
     cut: int
     groups: int
+    left_out: Mapping[str, str]
     ended_by: str
     seconds: float
     folder: Path

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sized
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from tracegrad.runner.driver import Driver, RunObserver, TrainerPace, unpaced
 from tracegrad.runner.function_attempt import FunctionSettings, run_function
 from tracegrad.runner.function_call import Agent, FunctionCall, FunctionCaller, ThreadCaller
 from tracegrad.runner.learning_curve import CurvePoint, draw_learning_curve
+from tracegrad.runner.quarantine_watch import QuarantineWatch
 from tracegrad.runner.ray_functions import RayFunctions
 from tracegrad.runner.run_record import RunHeader, RunRecord, new_run_folder
 from tracegrad.runner.scheduler import GroupKey, GroupPlan, Scheduler, SchedulerSettings, Ticket
@@ -44,6 +45,8 @@ log = logging.getLogger("tracegrad.runner")
 _LOOK_S = 1.0  # between two looks at the policy version
 _SAY_S = 10.0
 PICTURE = "learning_curve.png"
+# So many tasks that are left out, one after the other, are the end of them: `train` may have none.
+_MOST_LEFT_OUT = 10_000
 
 
 def run(agent: Agent, **options: Unpack[RunOptions]) -> RunReport:
@@ -157,6 +160,7 @@ class _TrainingRun:
         self._val = self._held_out_tasks()
         self._held_out = replace(self._training, held_out=True, tags={"split": "held_out"})
         self._pace = TrainerPace(said=settings.said)
+        self._quarantine = QuarantineWatch(settings.said)
         self._failures = FirstFailures(settings.said)
         self._view: IntakeView | None = None
         self._evaluations: list[Evaluation] = []
@@ -186,16 +190,30 @@ class _TrainingRun:
             self._train_one,
             pace=self._pace,
             # The curve before the record: a line with the version goes before what begins with it.
-            observer=Observers([curve, record, self._failures, _Forgotten(self._tasks, scheduler)]),
+            observer=Observers(
+                [
+                    curve,
+                    record,
+                    self._failures,
+                    self._quarantine,
+                    _Forgotten(self._tasks, scheduler),
+                ]
+            ),
         )
         try:
-            await self._evaluate(record)
+            await self._leave_out()
+            if not self._is_evaluated():
+                await self._evaluate(record)
             if (why := self._enough()) is not None:
                 self._end(driver, why)
             async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(driver, curve, record))
+                watching = [
+                    group.create_task(self._watch(driver, curve, record)),
+                    group.create_task(self._quarantine.watch()),
+                ]
                 await driver.run()
-                watching.cancel()
+                for each in watching:
+                    each.cancel()
             settings.said(curve.line(self._version))
             if self._evaluated_at is None or self._evaluated_at != (await self._look()).version:
                 await self._evaluate(record)
@@ -225,14 +243,26 @@ class _TrainingRun:
         )
         return RunRecord.open(folder, header, resume=settings.resume is not None)
 
+    async def _leave_out(self) -> None:
+        """What is quarantined already. Of a stream that is known when its tasks come again."""
+        if isinstance(self._settings.train, Sized) and len(self._settings.train):
+            known = dict.fromkeys(map(self._task_id, self._settings.train))
+            await asyncio.to_thread(self._quarantine.look, known)
+
     def _plans(self, record: RunRecord) -> Iterator[GroupPlan]:
         seen: Counter[str] = Counter()
+        left_out = 0  # in a row
         for _ in range(self._settings.epochs):
             for task in self._settings.train:
                 task_id = self._task_id(task)
                 # An endless stream asks the same again: that is another group, as in an epoch.
                 key = GroupKey(seen[task_id], task_id)
                 seen[task_id] += 1
+                if self._quarantine.why(task_id) is not None:
+                    if (left_out := left_out + 1) > _MOST_LEFT_OUT:
+                        return
+                    continue
+                left_out = 0
                 self._tasks[key] = task
                 yield GroupPlan(key, record.ended_of(key))
 
@@ -291,6 +321,15 @@ class _TrainingRun:
             if len(made) - 1 - made.index(best) >= settings.patience:
                 return "patience"
         return None
+
+    def _is_evaluated(self) -> bool:
+        """By the part before the interruption, at the version that is served now: once more would
+        be another one without a rise, for `patience`."""
+        made, version = self._evaluations, self._version
+        if not made or version is None or made[-1].version != version:
+            return False
+        self._evaluated_at = version
+        return made[-1].asked == self._settings.eval_attempts * len(self._val)
 
     async def _look(self) -> IntakeView:
         """What was known before, where the proxy does not answer now."""
@@ -357,6 +396,7 @@ class _TrainingRun:
             replaced=scheduler.counts.replaced,
             cut=scheduler.counts.cut,
             groups=scheduler.counts.filled,
+            left_out=self._quarantine.left_out(),
             ended_by=self._ended_by,
             seconds=time.monotonic() - self._began,
             folder=record.folder,

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
 from support.runner.asking_agent import ASK
 from tracegrad.cli.app import app
+from tracegrad.runner import quarantine_watch
+from tracegrad.runner.quarantine import Verdict
+from tracegrad.runner.quarantine_watch import QuarantineWatch
 from tracegrad.store import RolloutSummary
 
 
@@ -106,6 +110,43 @@ def test_failures_are_replaced_and_what_does_not_come_right_is_said(
     }
     assert "no-such-agent: No such file or directory" in result.stdout
     assert "4 not the agent's doing, and not scored" in result.stdout
+
+
+def test_what_breaks_is_left_out_of_the_epochs_to_come_and_of_runs_to_come(
+    proxy: ProxyWithEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy is asked while the run goes on; a held-out run makes all tasks."""
+    gate, count = tmp_path / "gate", tmp_path / "count"
+    take = QuarantineWatch._take
+
+    def take_and_open(watch: QuarantineWatch, verdicts: Sequence[Verdict]) -> None:
+        take(watch, verdicts)
+        if watch.why("broken") is not None:
+            gate.touch()
+
+    monkeypatch.setattr(QuarantineWatch, "_take", take_and_open)
+    monkeypatch.setattr(quarantine_watch, "LOOK_S", 0.1)
+    # By then eight attempts at the other task have failed.
+    waits = f"""
+echo >> {count}
+while [ $(wc -l < {count}) -ge 10 ] && ! [ -e {gate} ]; do sleep 0.1; done
+exec "$0" "$@" """
+    path = tasks_file(
+        {"id": "broken", "command": ["no-such-agent"]},
+        {"id": "good", "command": ["sh", "-c", waits, *ASK]},
+    )
+    options = ("--concurrency", "1", "--retries", "0", "--reward", "true")
+    result = run(path, "--epochs", "14", *options)
+    assert result.output.count("left out: task broken is quarantined (rule:fails): the last") == 1
+    outcomes = Counter((row.task_id, str(row.outcome)) for row in proxy.store.rollouts(limit=None))
+    assert outcomes["good", "completed"] == 14
+    assert 8 <= outcomes["broken", "env_error"] < 13
+    assert f"\n{outcomes.total()}/{outcomes.total()}  completed" in result.stdout
+    again = run(path, *options)
+    assert again.exit_code == 0, again.output
+    assert "left out: task broken" in again.output
+    assert "1 rollouts" in again.stdout
+    assert "2 rollouts" in run(path, "--eval", *options).stdout
 
 
 def test_the_slowest_of_a_group_is_cut(proxy: ProxyWithEngine, tmp_path: Path) -> None:

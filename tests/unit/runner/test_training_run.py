@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import eventually
 from tracegrad.events import Outcome
 from tracegrad.intake_client import IntakeView
-from tracegrad.runner import training_run
+from tracegrad.runner import quarantine_watch, training_run
 from tracegrad.runner.run_record import RecordError
+from tracegrad.runner.sandbox import BrokenEnvironment
 from tracegrad.runner.training_run import task_id_of
 from tracegrad.store import RolloutSummary
 
@@ -328,6 +329,43 @@ async def test_a_run_goes_on_where_it_was(proxy: ProxyWithEngine, tmp_path: Path
     assert report.groups == 3
     with pytest.raises(RecordError, match="attempts was 1 and is 2 now"):
         await tracegrad.run_async(solve, attempts=2, resume=folder, **options)
+
+
+async def test_what_breaks_meanwhile_is_left_out_also_where_tasks_have_no_end(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where nothing else is left, the run ends."""
+    monkeypatch.setattr(quarantine_watch, "LOOK_S", 0.1)
+    monkeypatch.setattr(training_run, "_MOST_LEFT_OUT", 100)
+    is_left_out, said, broken = asyncio.Event(), list[str](), list[str]()
+
+    def hear(line: str) -> None:
+        said.append(line)
+        if line.startswith("left out: task broken is quarantined (rule:fails): "):
+            is_left_out.set()
+
+    async def solve(task: dict[str, str], rollout: tracegrad.Rollout) -> float:
+        if task["id"] == "broken":
+            broken.append(task["id"])
+            raise BrokenEnvironment("its database is gone")
+        await asyncio.to_thread(ask, rollout)
+        if len(broken) > 9:
+            await is_left_out.wait()
+        return 1.0
+
+    good = [task for _ in range(14) for task in ({"id": "broken"}, {"id": "good"})]
+    report = await tracegrad.run_async(
+        solve, train=chain(good, repeat({"id": "broken"})), concurrency=1, retries=0, said=hear
+    )
+    assert report.outcomes[Outcome.COMPLETED] == 14
+    assert 8 <= len(broken) < 13
+    assert (report.ended_by, [*report.left_out]) == ("tasks", ["broken"])
+    assert "its database is gone" in report.left_out["broken"]
+    again = await tracegrad.run_async(
+        solve, train=[{"id": "broken"}, {"id": "good"}], said=said.append
+    )
+    assert again.outcomes == {Outcome.COMPLETED: 1}
+    assert [*again.left_out] == ["broken"]
 
 
 def test_a_function_that_hangs_keeps_no_other_from_its_turn(proxy: ProxyWithEngine) -> None:

@@ -94,6 +94,12 @@ class RunProgress(RunObserver, AbstractContextManager["RunProgress"]):
             self._bar.console.print(self._line(attempt), highlight=False, markup=False)
         self._show()
 
+    def not_needed(self, attempts: int) -> None:
+        """Of tasks that are left out by now."""
+        self.total -= attempts
+        if self._bar is not None and self._of_bar is not None:
+            self._bar.update(self._of_bar, total=self.total)
+
     def say(self, line: str) -> None:
         """Of what is waited for."""
         if self._bar is None:
