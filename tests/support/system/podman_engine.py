@@ -57,7 +57,7 @@ def running(*, rootless: bool) -> Iterator[Engine]:
         finally:
             process.terminate()
             process.wait()
-            _end_pause(folder)
+            _end_left(folder)
     finally:
         _remove(folder)
 
@@ -123,11 +123,17 @@ def _add_image(engine: Engine) -> None:
     api.close()
 
 
-def _end_pause(folder: Path) -> None:
-    """A rootless service leaves a process that holds its user namespace."""
-    for written in folder.rglob("pause.pid"):
+def _end_left(folder: Path) -> None:
+    """What the service started: its containers' watchers, which stay for minutes, and, of a
+    rootless one, itself once more and a process that holds its user namespace."""
+    pids = [int(written.read_text()) for written in folder.rglob("pause.pid")]
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"{folder}/".encode() in (process / "cmdline").read_bytes():
+                pids.append(int(process.name))
+    for pid in pids:
         with suppress(ProcessLookupError):
-            os.kill(int(written.read_text()), signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def _remove(folder: Path) -> None:
