@@ -60,7 +60,7 @@ class ModelOutlines:
                 if file.suffix != ".safetensors":
                     (outline / file.name).symlink_to(file.resolve())
             for file_name, header in headers.items():
-                _write_outline(outline / file_name, header)
+                write_outline(outline / file_name, header)
             _write_index(outline, headers)
         self.names[str(outline)] = f"{hub.repository}@{commit}"
         return outline
@@ -104,7 +104,8 @@ def _write_index(outline: Path, headers: Mapping[str, Header]) -> None:
         index.write_text(json.dumps({"weight_map": places}), encoding="utf-8")
 
 
-def _write_outline(path: Path, header: Header) -> None:
+def write_outline(path: Path, header: Header) -> None:
+    """A safetensors file with this header, and a hole in place of the numbers."""
     tensors = {
         name: {field: one[field] for field in ("dtype", "shape", "data_offsets")}
         for name, one in header.items()
