@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from typing import Any, NoReturn, SupportsFloat, TypeVar
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from tracegrad.client_environ import HELD_OUT_VARIABLE, subprocess_environ
 from tracegrad.events import (
@@ -37,6 +37,7 @@ from tracegrad.protocol import (
     ROLLOUT_ATTRIBUTE,
     ROLLOUT_HEADER,
     STATE_HEADER,
+    agent_header,
 )
 from tracegrad.serializer import bounded_repr, bounded_str
 from tracegrad.signal_errors import is_of_signal_handler
@@ -49,8 +50,6 @@ V = TypeVar("V")
 
 # How a request names its rollout (a header, a W3C baggage key), and a span (an attribute).
 
-# Of ASCII all but "%", which writes the rest, is as it is in a header.
-_HEADER_SAFE = " !#$&'()*+,/:;<=>?@[]^_`{|}~\""
 MAX_TAG_BYTES = 1_000  # bytes of a tag's name, and of its value
 MAX_ERROR_CHARS = 2_000
 MAX_COMMENT_CHARS = 10_000
@@ -558,7 +557,7 @@ def attribution_headers(url: str) -> dict[str, str]:
         if details.state is not None:
             headers[STATE_HEADER] = details.state
         if details.agent is not None:
-            headers[AGENT_HEADER] = quote(details.agent, safe=_HEADER_SAFE)
+            headers[AGENT_HEADER] = agent_header(details.agent)
     from opentelemetry.trace import get_current_span  # not at import: it costs 20 ms
 
     span = get_current_span().get_span_context()

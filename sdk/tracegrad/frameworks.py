@@ -262,8 +262,22 @@ FRAMEWORKS: tuple[Framework, ...] = (
         reports_unless="CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
         traps=(
             Trap(
-                "It starts the Claude Code CLI, which calls the model and reports to its vendor.",
-                "`@trace(environ=True)`, and `CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`.",
+                "The CLI is a process of its own.",
+                "`@trace(environ=True)`: it inherits the environment.",
+            ),
+            Trap("It reports to its vendor.", "`CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`."),
+            Trap(
+                "A line about the session in its system prompt changes between calls, which forks.",
+                '`ClaudeAgentOptions(env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "0"})`.',
+            ),
+            Trap(
+                "`from claude_agent_sdk import query` before `instrument()` keeps the function"
+                " without spans.",
+                "`claude_agent_sdk.query(…)`, or import it later.",
+            ),
+            Trap(
+                "Its first prompt holds 50 KB or more.",
+                "`tools=[…]` and a `system_prompt` of yours.",
             ),
         ),
     ),

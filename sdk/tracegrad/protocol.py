@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import quote, unquote
 
 DEFAULT_URL = "http://127.0.0.1:4141"
 EVENTS_PATH = "/api/events"
@@ -16,8 +17,10 @@ METRICS_PATH = "/metrics"
 ROLLOUT_HEADER = "x-tracegrad-rollout"
 KEY_HEADER = "x-tracegrad-key"
 STATE_HEADER = "x-tracegrad-state"
-# Percent-encoded UTF-8, of at most so many characters; more are cut off.
-AGENT_HEADER, MAX_AGENT_NAME = "x-tracegrad-agent", 200
+AGENT_HEADER = "x-tracegrad-agent"  # `agent_header` of a name
+MAX_AGENT_NAME = 200  # characters; more are cut off
+# Of printable ASCII all but "%", which writes the rest.
+_HEADER_SAFE = " !#$&'()*+,/:;<=>?@[]^`{|}\""
 # In `baggage` and on spans: whose they are.
 ROLLOUT_ATTRIBUTE = "tracegrad.rollout"
 # On LLM spans: whether the span made a turn ("turn"), or its call was one already ("recorded").
@@ -35,3 +38,12 @@ ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9._:@-]{1,128}$"
 API_KEY_PREFIX = "tg-"
 # A rollout's id may hold dots; a secret holds none, and 32 bytes make 43 characters.
 SECRET_KEY = re.compile(r"tg-([A-Za-z0-9._:@-]{1,128})\.[A-Za-z0-9_-]{43}")
+
+
+def agent_header(name: str) -> str:
+    """The header's value for an agent's name: percent-encoded UTF-8."""
+    return quote(name, safe=_HEADER_SAFE)
+
+
+def agent_of_header(value: str | None) -> str | None:
+    return unquote(value or "")[:MAX_AGENT_NAME] or None

@@ -29,12 +29,14 @@ _NOT_SAMPLED = ("stream", "stream_options", "n", "logprobs", "top_logprobs", "us
 
 @dataclass(frozen=True, slots=True)
 class LivePrompt:
-    """`body`: a chat completion request, to be sampled from the model's own distribution."""
+    """`body`: a chat completion request, to be sampled from the model's own distribution.
+    `agent_name`: that called, where it said so; by its name turns are selected."""
 
     rollout_id: str
     opened_at: float
     tags: Mapping[str, str]
     body: Json
+    agent_name: str | None = None
 
 
 def unusable_reason(call: Call | None, *, held_out: bool) -> Reason | None:
@@ -110,5 +112,6 @@ class LivePrompts:
         if reason is not None:
             return None, reason
         assert call is not None
+        assert turn is not None
         body = {k: v for k, v in force_on_policy(call.body).items() if k not in _NOT_SAMPLED}
-        return LivePrompt(first.rollout_id, first.opened_at, tags, body), None
+        return LivePrompt(first.rollout_id, first.opened_at, tags, body, turn.agent_name), None

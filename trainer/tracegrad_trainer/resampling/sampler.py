@@ -14,6 +14,7 @@ import httpx
 
 from tracegrad.decorators import rollout
 from tracegrad.intake_client import intake
+from tracegrad.protocol import AGENT_HEADER, agent_header
 from tracegrad.store import StoreUnavailable
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED
 from tracegrad_trainer.resampling.live_prompts import LivePrompt, LivePrompts
@@ -96,11 +97,11 @@ class PromptSampler:
         task, asked = f"{RESAMPLE_OF}:{prompt.rollout_id}", prompt.body["messages"][-1]
         try:
             with rollout(task, tags=tags, agent=AGENT, input=asked) as opened:
-                answer = await self._client.post(
-                    f"{opened.base_url}/chat/completions",
-                    json=prompt.body,
-                    headers={"authorization": f"Bearer {opened.api_key}"},
-                )
+                headers = {"authorization": f"Bearer {opened.api_key}"}
+                if prompt.agent_name is not None:
+                    headers[AGENT_HEADER] = agent_header(prompt.agent_name)
+                url = f"{opened.base_url}/chat/completions"
+                answer = await self._client.post(url, json=prompt.body, headers=headers)
                 answer.raise_for_status()
         except httpx.HTTPStatusError as error:
             return f"{error.response.status_code} {error.response.text[:300]}"

@@ -16,11 +16,11 @@ from cachetools import FIFOCache
 
 from tracegrad.protocol import (
     AGENT_HEADER,
-    MAX_AGENT_NAME,
     ROLLOUT_ATTRIBUTE,
     ROLLOUT_HEADER,
     ROLLOUT_ID_PATTERN,
     STATE_HEADER,
+    agent_of_header,
 )
 from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.shared_log import SharedLog
@@ -63,7 +63,7 @@ def attribute_call(
         trace_id,
         span_id,
         state_key(headers.get(STATE_HEADER) or None),
-        unquote(headers.get(AGENT_HEADER, ""))[:MAX_AGENT_NAME] or None,
+        agent_of_header(headers.get(AGENT_HEADER)),
     )
     found = (
         ("path", path_id),

@@ -74,10 +74,10 @@ def want(proxy: ProxyWithEngine, *, groups: int) -> None:
     Intake(proxy.store).request(intake_request(tags=OURS, **limits))
 
 
-def ask(proxy: ProxyWithEngine, rollout_id: str, text: str) -> None:
+def ask(proxy: ProxyWithEngine, rollout_id: str, text: str, **headers: str) -> None:
     """A live call."""
-    key = f"tg-{rollout_id}"
-    with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key=key, max_retries=0) as client:
+    key, url = f"tg-{rollout_id}", f"{proxy.url}/v1"
+    with openai.OpenAI(base_url=url, api_key=key, max_retries=0, default_headers=headers) as client:
         client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": text}], max_tokens=8, temperature=0.2
         )
@@ -96,7 +96,7 @@ def test_a_live_prompt_becomes_a_group(
     proxy: ProxyWithEngine, start: StartWorker, tmp_path: Path
 ) -> None:
     want(proxy, groups=1)
-    ask(proxy, "live", "where is 42?")
+    ask(proxy, "live", "where is 42?", **{"x-tracegrad-agent": "gr%C3%BCn"})
     worker = start()
 
     def done() -> bool:
@@ -112,6 +112,7 @@ def test_a_live_prompt_becomes_a_group(
         assert turn.request is not None
         assert turn.request["messages"] == [{"role": "user", "content": "where is 42?"}]
         assert turn.untrainable is None, "the live call was sampled at another temperature"
+        assert turn.agent_name == "grün"
     eventually(lambda: is_at_work(tmp_path, worker.pid), WITHIN_S)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(WITHIN_S) == 0
