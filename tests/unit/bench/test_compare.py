@@ -95,6 +95,12 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def test_there_are_tasks_for_a_batch_of_each_peer(code: pytest.MonkeyPatch) -> None:
+    """Some drop a batch that is not full, and would train nothing."""
+    tasks = load(CODE / "before" / "warehouse.py").tasks()
+    assert len({task["question"] for task in tasks}) == len(tasks) >= 16
+
+
 def test_ours_runs(proxy: ProxyWithEngine, code: pytest.MonkeyPatch) -> None:
     """Two attempts at each task: the tool is called, then its number said."""
     code.setenv("OPENAI_BASE_URL", f"{proxy.url}/v1")

@@ -3,7 +3,10 @@
 import json
 from typing import Any
 
-STOCK = {("lamp", "Oslo"): 17, ("lamp", "Rome"): 42, ("chair", "Oslo"): 8, ("chair", "Rome"): 31}
+ITEMS = ("lamp", "chair", "table", "clock")
+CITIES = ("Oslo", "Rome", "Lima", "Cairo", "Paris")
+UNITS = (17, 42, 8, 31, 5, 64, 12, 90, 27, 3, 71, 19, 55, 38, 23, 46, 9, 83, 14, 60)
+STOCK = dict(zip(((item, city) for item in ITEMS for city in CITIES), UNITS, strict=True))
 
 TOOLS: list[Any] = [
     {
