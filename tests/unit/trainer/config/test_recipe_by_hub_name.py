@@ -80,7 +80,7 @@ def test_it_fits_one_gpu_that_both_share(plan: dict[str, Any]) -> None:
 def test_the_page_shows_what_the_plan_prints(model: Path, tmp_path: Path) -> None:
     where = ["--model", str(model), "--state-dir", str(tmp_path)]
     words = ["serve", "--config", str(RECIPE), "--dry-run", "--gpus", "1x24GiB"]
-    ended = CliRunner().invoke(app, [*words, *where])
+    ended = CliRunner().invoke(app, [*words, *where], env={"COLUMNS": "300"})
     assert ended.exit_code == 0, ended.output
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     [shown] = re.findall(r"```text\n(placement: .*?)```", page, re.S)
