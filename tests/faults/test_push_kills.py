@@ -104,7 +104,10 @@ def test_a_killed_push_and_its_restart(
         whole = [
             checkpoint_step(folder) for folder in list_checkpoints(pushing.settings.checkpoints)
         ]
-        assert whole == ([1] if point == "while it is written" else [1, 2])
+        if point in PUSH_POINTS:  # the checkpoint is written beside the push, at its own pace
+            assert whole in ([1], [1, 2])
+        else:
+            assert whole == ([1] if point == "while it is written" else [1, 2])
         committed = [step.step for step in steps_of(pushing.store_url)]
         assert committed == ([1, 2] if point == "after the commit" else [1])
         assert pushing.run(until=len(committed))  # it serves, and has nothing to train
