@@ -7,7 +7,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
-	controls cli-agent sql-agent multi-agent experts check install install-dev lock
+	controls cli-agent sql-agent multi-agent distillation check install install-dev lock
 
 install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
@@ -71,8 +71,8 @@ cli-agent: install-dev  ## mini-swe-agent, unmodified, learns in Docker sandboxe
 sql-agent: install-dev  ## a LangGraph agent learns to write SQL: three seeds rise, two controls do not
 	@exec $(BIN)/python -m examples.sql_agent
 
-experts: install-dev  ## a student imitates an expert's traces, recorded through LiteLLM, and learns from its own rewards then
-	@exec $(BIN)/python -m examples.experts
+distillation: install-dev  ## a student imitates a teacher's traces, recorded through LiteLLM, and learns from its own rewards then
+	@exec $(BIN)/python -m examples.distillation
 
 multi-agent: install-dev  ## two agents on one task, of which one is trained
 	@exec $(BIN)/python -m examples.multi_agent

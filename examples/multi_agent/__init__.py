@@ -1,0 +1,1 @@
+"""Two agents on one task, of which one is trained."""

@@ -64,9 +64,9 @@ def test_one_of_two_agents_in_langgraph_learns_to_write_sql(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_student_learns_from_an_expert_and_then_from_its_own_rewards(tmp_path: Path) -> None:
-    found = play(tmp_path, "examples.experts", "--short")
-    assert found["expert"] > 0.6
+def test_a_student_learns_from_a_teacher_and_then_from_its_own_rewards(tmp_path: Path) -> None:
+    found = play(tmp_path, "examples.distillation", "--short")
+    assert found["teacher"] > 0.6
     assert found["sft_losses"][-1] < found["sft_losses"][0]
     assert found["policy_versions"] >= 4
 

@@ -1,4 +1,4 @@
-"""The student imitates what the expert did well: `trainer sft` over the recorded traces."""
+"""The student imitates what the teacher did well: `trainer sft` over the recorded traces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Imitation:
 
 
 def command(model: Path, recording: Recording, folder: Path, *, epochs: int) -> list[str]:
-    """Only what was right is imitated: an expert's mistakes are left out and counted."""
+    """Only what was right is imitated: a teacher's mistakes are left out and counted."""
     return [
         *(sys.executable, "-m", "tracegrad_trainer", "sft", "--json"),
         *("--model", str(model), "--store", recording.store, "--state-dir", str(folder)),
@@ -45,7 +45,7 @@ def imitate(
     log = folder / "logs" / "sft-command.log"
     asked = command(model, recording, folder, epochs=epochs)
     child = ChildProcess("trainer sft", asked, log=log)
-    with screen.phase("trainer sft, on the expert's traces") as phase:
+    with screen.phase("trainer sft, on the teacher's traces") as phase:
         child.start()
         try:
             while child.exit_code() is None:

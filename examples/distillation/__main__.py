@@ -1,6 +1,6 @@
-"""`make experts`: a student imitates an expert's traces, and then learns from its own rewards.
+"""`make distillation`: a student imitates a teacher's traces, and then learns from its own rewards.
 
-A small model is made from nothing. An expert, which is right four times in five, works in its place
+A small model is made from nothing. A teacher, which is right four times in five, works in its place
 behind LiteLLM while the proxy records it. `trainer sft` imitates what was right; `trainer serve`
 goes on from there. Held-out tasks say after each stage what the student can do. The last line is
 one JSON object; the exit code is 1 if a stage did not add what it must.
@@ -29,7 +29,7 @@ from tracegrad_trainer.utils.subprocesses import ChildError
 if TYPE_CHECKING:
     from .run import Result
 
-ROOT = Path(".tracegrad/experts")
+ROOT = Path(".tracegrad/distillation")
 # Of sampled success: by imitation, and by rewards after it.
 REQUIRED_RISES = (0.1, 0.1)
 
@@ -43,28 +43,30 @@ def main() -> int:
     # The agent reads the proxy's address when it is imported, as any agent would.
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .run import SHORT, Plan, run
+    from examples.shop.play import Plan
 
-    changes: dict[str, Any] = dict(SHORT) if options.short else {}
+    from .run import LONG, SHORT, run
+
+    form = SHORT if options.short else LONG
     folder = (ROOT / time.strftime("%Y-%m-%dT%H-%M-%S")).resolve()
-    plan = Plan(port=port, root=MODELS, state_dir=folder, seed=options.seed, **changes)
+    plan = Plan(port=port, root=MODELS, state_dir=folder, seed=options.seed)
     started = time.monotonic()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    screen.say("[bold]make experts[/]: first an expert's traces, then its own rewards\n")
+    screen.say("[bold]make distillation[/]: first a teacher's traces, then its own rewards\n")
     try:
         with asyncio.Runner() as loop:
-            result = run(plan, screen, loop)
+            result = run(form, plan, screen, loop)
     except KeyboardInterrupt:
         screen.say("\ninterrupted; nothing is left running")
         return 130
     except ChildError as error:
-        screen.say(f"[red]experts:[/] {error}")
+        screen.say(f"[red]distillation:[/] {error}")
         return 1
     screen.say("")
     screen.console.print(_table(result))
-    wrong = problems(result.summary(), plan.steps, short=options.short)
+    wrong = problems(result.summary(), form.play.steps, short=options.short)
     for line in wrong:
-        print(f"experts: {line}", file=sys.stderr)
+        print(f"distillation: {line}", file=sys.stderr)
     seconds = round(time.monotonic() - started, 1)
     print(json.dumps(result.summary() | {"seconds": seconds}), flush=True)
     return 1 if wrong else 0
@@ -100,7 +102,7 @@ def _table(result: Result) -> Table:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="make experts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="make distillation", description=__doc__)
     parser.add_argument("--short", action="store_true", help="what CI runs: small, few steps")
     parser.add_argument("--seed", type=int, default=0, help="of training tasks and trainer")
     return parser.parse_args()

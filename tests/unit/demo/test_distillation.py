@@ -1,4 +1,4 @@
-"""`make experts`: the expert behind LiteLLM, what is imitated of it, and what must come of it."""
+"""`make distillation`: the teacher, what is imitated of it, and what must come of it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import httpx
 import pytest
-from examples.experts import __main__ as experts
-from examples.experts import imitate, teacher
-from examples.experts.record import Recording
+from examples.distillation import __main__ as distillation
+from examples.distillation import imitate, teacher
+from examples.distillation.record import Recording
 from examples.shop import agent, tasks
 from examples.shop.rollouts import Score
 
 
 def answer_of(task: tasks.Task) -> str | None:
-    """What the shop's agent comes to with the expert as its model."""
+    """What the shop's agent comes to with the teacher as its model."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": task.question}]
     for _ in range(agent.MAX_TURNS):
         reply = teacher.reply(messages)
@@ -31,7 +31,7 @@ def answer_of(task: tasks.Task) -> str | None:
     return None
 
 
-def test_the_expert_is_right_but_where_it_slips() -> None:
+def test_the_teacher_is_right_but_where_it_slips() -> None:
     asked = [*islice(tasks.train_tasks(0), 300), *tasks.exam("held_out", 90)]
     right = [task.reward(answer_of(task)) == 1.0 for task in asked]
     assert right == [not teacher.slips(task.question) for task in asked]
@@ -46,7 +46,7 @@ def test_a_question_that_the_shop_does_not_know_is_refused() -> None:
 
 def test_it_answers_as_an_api_does() -> None:
     [task] = tasks.exam("held_out", 1)
-    asked = {"model": "expert", "messages": [{"role": "user", "content": task.question}]}
+    asked = {"model": "teacher", "messages": [{"role": "user", "content": task.question}]}
     with teacher.answering() as url:
         answer = httpx.post(f"{url}/chat/completions", json=asked, trust_env=False)
         wrong = httpx.post(f"{url}/chat/completions", json={"messages": []}, trust_env=False)
@@ -99,9 +99,9 @@ WELL = {
     ],
 )
 def test_each_stage_must_add_something(changed: dict[str, Any], problem: str | None) -> None:
-    found = experts.problems(WELL | changed, 20, short=False)
+    found = distillation.problems(WELL | changed, 20, short=False)
     assert len(found) == (problem is not None)
     assert problem is None or found[0].startswith(problem)
     # Exams of the short form say nothing of rises.
-    short = experts.problems(WELL | changed, 20, short=True)
+    short = distillation.problems(WELL | changed, 20, short=True)
     assert short == [line for line in found if "sampled" not in line]

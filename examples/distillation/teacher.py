@@ -1,4 +1,4 @@
-"""The expert: a chat completions API on loopback whose answers are written by rules.
+"""The teacher: a chat completions API on loopback whose answers are written by rules.
 
 It stands in the place of a hosted model. It looks up what is asked for, multiplies what it found,
 and answers; where a question falls on the unlucky side of a hash it makes the careless colleague's

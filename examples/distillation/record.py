@@ -1,4 +1,4 @@
-"""The expert at work: its turns are recorded by the proxy, which asks it through LiteLLM."""
+"""The teacher at work: its turns are recorded by the proxy, which asks it through LiteLLM."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import httpx
 from examples.shop import drive, tasks
 from examples.shop.rollouts import Score
 from examples.shop.screen import Screen
 
 from tracegrad import flush
-from tracegrad_trainer.utils.subprocesses import ChildProcess
+from tracegrad_trainer.utils.subprocesses import ChildProcess, is_responding
 
 from . import teacher
 
@@ -25,12 +24,12 @@ STARTED_S = 120.0  # LiteLLM is slow to import
 @dataclass(frozen=True, slots=True)
 class Recording:
     store: str  # its URL
-    score: Score  # of the expert on the training tasks that it was asked
+    score: Score  # of the teacher on the training tasks that it was asked
 
 
 @contextmanager
 def proxy_to(upstream: str, port: int, folder: Path) -> Iterator[str]:
-    """`tracegrad proxy` in front of the expert; gives the URL of its store. Raises ChildError.
+    """`tracegrad proxy` in front of the teacher; gives the URL of its store. Raises ChildError.
 
     The proxy turns LiteLLM's telemetry and its look-ups on the network off.
     """
@@ -43,25 +42,20 @@ def proxy_to(upstream: str, port: int, folder: Path) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     child.start()
     try:
-        child.wait_until_ready(lambda: _is_up(port), timeout_s=STARTED_S)
+        child.wait_until_ready(
+            lambda: is_responding(f"http://127.0.0.1:{port}", "/healthz"), timeout_s=STARTED_S
+        )
         yield store
     finally:
         child.stop()
 
 
-def _is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False).is_success
-    except httpx.TransportError:
-        return False
-
-
 async def record(port: int, folder: Path, seed: int, count: int, screen: Screen) -> Recording:
-    """The agent answers `count` training tasks with the expert as its model.
+    """The agent answers `count` training tasks with the teacher as its model.
 
     It is the same agent, unchanged: it knows the proxy's address and a model's name.
     """
-    with screen.phase("the expert works, recorded through LiteLLM", count) as phase:
+    with screen.phase("the teacher works, recorded through LiteLLM", count) as phase:
         with teacher.answering() as upstream, proxy_to(upstream, port, folder) as store:
             score = Score(0, 0)
             some = islice(tasks.train_tasks(seed), count)
