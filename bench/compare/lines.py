@@ -47,7 +47,8 @@ def changed(before: list[str], after: list[str]) -> tuple[int, int]:
 def lines_of(peer: Peer, code: Path = CODE) -> Lines:
     before = counted(code / "before" / AGENT)
     python = settings = 0
-    after: list[str] = []  # a peer that has no use for the agent has no such file
+    # A peer that has no use for the agent has no such file.
+    after = before if peer.keeps_agent else []
     for path in sorted((code / peer.folder).iterdir()):
         if path.name == AGENT:
             after = counted(path)

@@ -15,7 +15,8 @@ RUN = "run in a unit test"
 class Peer:
     """`folder`: in `code/`. `version`: of the package, or the repository's commit. `wheel`: its
     name in the registry, where names are looked up in its source. `objects`: variable in the code
-    -> the class, as module:name, whose methods are called on it."""
+    -> the class, as module:name, whose methods are called on it. `keeps_agent`: the one that nobody
+    trains is used as it is."""
 
     folder: str
     title: str
@@ -23,10 +24,13 @@ class Peer:
     checked: str
     wheel: str | None = None
     objects: Mapping[str, str] = field(default_factory=dict)
+    keeps_agent: bool = False
 
 
 PEERS = (
-    Peer(folder="tracegrad", title="tracegrad", version="this commit", checked=RUN),
+    Peer(
+        folder="tracegrad", title="tracegrad", version="this commit", checked=RUN, keeps_agent=True
+    ),
     Peer(
         folder="agent_lightning",
         title="Agent-lightning",
@@ -47,7 +51,13 @@ PEERS = (
         },
     ),
     Peer(folder="rllm", title="rLLM", version="9beb6e0f", checked=READ),
-    Peer(folder="polar", title="Polar", version="063c9482 and near it", checked=READ),
+    Peer(
+        folder="polar",
+        title="Polar",
+        version="063c9482 and near it",
+        checked=READ,
+        keeps_agent=True,
+    ),
     Peer(folder="trl", title="TRL", version="1.16.0", checked=IMPORTED),
     Peer(folder="verl", title="verl", version="0.9.1", checked=NAMES, wheel="verl"),
 )

@@ -58,14 +58,11 @@ def test_counting(tmp_path: Path) -> None:
     assert changed(["a", "b"], []) == (0, 2)
 
 
-def test_an_agent_that_is_said_to_be_unchanged_is() -> None:
-    before = (CODE / "before" / "agent.py").read_text(encoding="utf-8")
+def test_an_agent_that_is_kept_has_no_other_beside_it() -> None:
     for peer in PEERS:
         found = lines_of(peer)
-        path = CODE / peer.folder / "agent.py"
-        assert ((found.added, found.removed) == (0, 0)) == (
-            path.is_file() and path.read_text(encoding="utf-8") == before
-        )
+        assert ((found.added, found.removed) == (0, 0)) == peer.keeps_agent
+        assert not (peer.keeps_agent and (CODE / peer.folder / "agent.py").exists())
 
 
 @pytest.fixture
