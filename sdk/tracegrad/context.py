@@ -434,12 +434,16 @@ def use_rollout(rollout: Rollout) -> AbstractContextManager[Rollout]:
     return _Set(_rollout, rollout, rollout)
 
 
-def use_details(change: Callable[[CallDetails], CallDetails]) -> AbstractContextManager[None]:
-    """What LLM calls of the current rollout say under `with`, from what they say around it."""
-    rollout, around = _rollout.get(), _details.get()
-    if around.rollout is not rollout:  # what is around a rollout says nothing of its calls
-        around = CallDetails(rollout)
-    return _Set(_details, change(around), None)
+def current_details() -> CallDetails:
+    """What LLM calls of the current rollout say here."""
+    rollout, details = _rollout.get(), _details.get()
+    # What is around a rollout says nothing of its calls.
+    return details if details.rollout is rollout else CallDetails(rollout)
+
+
+def use_details(details: CallDetails) -> AbstractContextManager[None]:
+    """What LLM calls say under `with`."""
+    return _Set(_details, details, None)
 
 
 def tags(

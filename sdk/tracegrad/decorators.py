@@ -253,18 +253,17 @@ def turn(*, state: object = _AS_AROUND, agent: str | None = None) -> AbstractCon
         ValueError: `agent` is empty, or no text.
     """
     _check_names(agent=agent)
-    key = None if state is _AS_AROUND else task_ids.state_key(state)
-    if key is None and state is not None and state is not _AS_AROUND:
-        _log.warning("turn(state=...): an object of %s is too large for a state's key", type(state))
-
-    def change(around: context.CallDetails) -> context.CallDetails:
-        return replace(
-            around,
-            state=around.state if state is _AS_AROUND else key,
-            agent=around.agent if agent is None else agent[:MAX_AGENT_NAME],
-        )
-
-    return context.use_details(change)
+    details = context.current_details()
+    if agent is not None:
+        details = replace(details, agent=agent[:MAX_AGENT_NAME])
+    if state is not _AS_AROUND:
+        key = task_ids.state_key(state)
+        if key is None and state is not None:
+            _log.warning(
+                "turn(state=...): an object of %s is too large for a state's key", type(state)
+            )
+        details = replace(details, state=key)
+    return context.use_details(details)
 
 
 @overload

@@ -166,12 +166,15 @@ def test_a_client_that_loses_patience_stops_the_engine(
 ) -> None:
     engine.replies.append(STORY)
     engine.wait_before(2 if stream else 0)
-    with vendor.client(rig, timeout=1.0) as client:
+    for patience in (1.0, 5.0, 25.0):
         # In the middle of a stream the libraries let the HTTP library's own exception through.
-        with pytest.raises((vendor.library.APITimeoutError, httpx2.ReadTimeout)):
+        gives_up = pytest.raises((vendor.library.APITimeoutError, httpx2.ReadTimeout))
+        with vendor.client(rig, timeout=patience) as client, gives_up:
             list(vendor.create(client)(**vendor.args, stream=stream))
-        eventually(lambda: engine.aborted)
-    [turn] = eventually(rig.turns)
+        if engine.requests:  # on a busy machine it may give up before it is heard
+            break
+    eventually(lambda: engine.aborted)
+    turn = eventually(rig.turns)[-1]
     assert turn.untrainable == "aborted"
     assert turn.completion_token_ids.tolist() == (STORY.token_ids[:8] if stream else [])
 

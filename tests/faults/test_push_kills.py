@@ -32,7 +32,7 @@ OF_STEP_2 = dict.fromkeys(PUSH_POINTS, 3) | {
     "after the commit": 2,
 }
 TELLING = ["nothing sent", "weights half ready", "pushed, not recorded", "before the commit"]
-LINGER_S = 0.5  # a checkpoint of this size is whole long before
+LINGER_S = 0.5  # in which a checkpoint of this size is whole on a machine that is not busy
 
 
 @pytest.fixture(scope="module")

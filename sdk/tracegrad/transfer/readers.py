@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TypeVar
 
 from tracegrad.events import Json
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.validation import InvalidObject
+
+T = TypeVar("T")
 
 ENTRY_POINT_GROUP = "tracegrad.readers"
 FOLDER_ENTRY_POINT_GROUP = "tracegrad.folder_readers"
@@ -39,12 +42,7 @@ class ForeignReader:
 
 @cache
 def foreign_readers() -> tuple[ForeignReader, ...]:
-    found = []
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda each: each.name):
-        reader = entry.load()
-        assert isinstance(reader, ForeignReader), f"{entry.value} is no reader"
-        found.append(reader)
-    return tuple(found)
+    return _installed(ENTRY_POINT_GROUP, ForeignReader)
 
 
 def reader_of(value: Json) -> ForeignReader | None:
@@ -64,14 +62,18 @@ class FolderReader:
 
 @cache
 def folder_readers() -> tuple[FolderReader, ...]:
-    found = []
-    for entry in sorted(entry_points(group=FOLDER_ENTRY_POINT_GROUP), key=lambda each: each.name):
-        reader = entry.load()
-        assert isinstance(reader, FolderReader), f"{entry.value} is no reader of folders"
-        found.append(reader)
-    return tuple(found)
+    return _installed(FOLDER_ENTRY_POINT_GROUP, FolderReader)
 
 
 def folder_reader_of(folder: Path) -> FolderReader | None:
     """None: no installed package knows folders like this one."""
     return next((each for each in folder_readers() if each.matches(folder)), None)
+
+
+def _installed(group: str, kind: type[T]) -> tuple[T, ...]:
+    found = []
+    for entry in sorted(entry_points(group=group), key=lambda each: each.name):
+        reader = entry.load()
+        assert isinstance(reader, kind), f"{entry.value} is no {kind.__name__}"
+        found.append(reader)
+    return tuple(found)

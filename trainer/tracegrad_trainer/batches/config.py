@@ -106,7 +106,7 @@ class BatchSettings(BaseModel):
     )
 
     @property
-    def by_scope(self) -> bool:
+    def needs_scopes(self) -> bool:
         """Whether it matters which agent made a call, and in which spans."""
         return bool(self.agents or self.span_paths)
 

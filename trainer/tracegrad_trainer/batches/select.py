@@ -102,7 +102,7 @@ def select(
     Advantages come from all rollouts of a group, whatever the filters take away afterwards:
     a filter must not move the baseline. `vocabulary`: how many tokens the model knows. `routing`:
     the layout of its mixture's experts, where rows have the serving engine's choices (r3).
-    `scopes`: of each turn, by id, which agent made it and in which spans (`settings.by_scope`).
+    `scopes`: of each turn, by id, which agent made it and in which spans (`settings.needs_scopes`).
 
     Raises:
         ValueError: a turn is in the batch twice; a reward is not a finite number; the user's

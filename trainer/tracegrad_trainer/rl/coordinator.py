@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from tracegrad.events import Json
+from tracegrad.events import Json, Turn
 from tracegrad.store import (
     AlreadyTrained,
     Group,
@@ -34,6 +34,7 @@ from tracegrad.store.checkpoint_manifest import manifest_digest
 from tracegrad.store.read.versions import VersionRecord
 from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.batches import PackingRule, TrainingSelection, select
+from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_selector import unmatched_patterns
 from tracegrad_trainer.batches.version_scale import SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -273,12 +274,8 @@ class Coordinator:
     def _scopes(self, groups: Sequence[Group]) -> Mapping[str, TurnScope]:
         """What turns are selected by. Says of a pattern that fits none of them, once."""
         batches = self.settings.batches
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        scopes = {}
-        if batches.by_scope:
-            scopes = self.store.turn_scopes([rollout.rollout_id for rollout in rollouts])
-        turns = [turn for rollout in rollouts for turn in rollout.turns]
-        for each in unmatched_patterns(turns, batches, scopes):
+        scopes = turn_scopes_of(groups, self.store, batches)
+        for each in unmatched_patterns(turns_of(groups), batches, scopes):
             if (each.setting, each.pattern) not in self._unmatched:
                 self._unmatched.add((each.setting, each.pattern))
                 logger.warning("%s", each)
@@ -590,8 +587,21 @@ def describe_resume(point: ResumePoint, settings: TrainerSettings) -> str:
 
 
 def _every_turn(groups: Sequence[Group], reason: str) -> dict[str, str]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return {turn.turn_id: reason for rollout in rollouts for turn in rollout.turns}
+    return {turn.turn_id: reason for turn in turns_of(groups)}
+
+
+def turns_of(groups: Sequence[Group]) -> list[Turn]:
+    return [turn for group in groups for rollout in group.rollouts for turn in rollout.turns]
+
+
+def turn_scopes_of(
+    groups: Sequence[Group], store: Store, settings: BatchSettings
+) -> Mapping[str, TurnScope]:
+    """By turn id; empty where nothing is selected by scope. Raises StoreError."""
+    if not settings.needs_scopes:
+        return {}
+    rollouts = [rollout.rollout_id for group in groups for rollout in group.rollouts]
+    return store.turn_scopes(rollouts)
 
 
 def without_turns(groups: Sequence[Group]) -> list[Group]:

@@ -38,6 +38,8 @@ from tracegrad_trainer.rl.coordinator import (
     ResumePoint,
     has_equal_rewards,
     resume_point,
+    turn_scopes_of,
+    turns_of,
 )
 from tracegrad_trainer.rl.intake_report import over_sample_of
 
@@ -124,11 +126,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         composed=settings.rewards.composes,
     )
     failed = store.failed_versions()
-    looked_at = [rollout for group in peek.groups for rollout in group.rollouts]
-    scopes = {}
-    if batches.by_scope:
-        scopes = store.turn_scopes([rollout.rollout_id for rollout in looked_at])
-    turns = [turn for rollout in looked_at for turn in rollout.turns]
+    scopes = turn_scopes_of(peek.groups, store, batches)
     live, not_resampled = _live_prompts(settings, store)
     judge_groups, not_judged = _judge_groups(settings, store)
 
@@ -186,7 +184,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         judge_groups=judge_groups,
         not_judged=not_judged,
         uses=_uses(groups, judge_groups, live),
-        unmatched=list(map(str, unmatched_patterns(turns, batches, scopes))),
+        unmatched=list(map(str, unmatched_patterns(turns_of(peek.groups), batches, scopes))),
     )
 
 
