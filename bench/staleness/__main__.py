@@ -150,7 +150,7 @@ def page(measured: Sequence[Measured], steps: int) -> str:
             f"- {time.strftime('%Y-%m-%d', time.gmtime())}",
             "",
             markdown(header, [_row(one) for one in measured]),
-            "Lag columns: share of the sampled tokens that were trained. `success, last`: of"
+            "Lag columns: of the tokens that batches sampled, trained or not. `success, last`: of"
             " attempts in the last quarter of the time.\n",
         ]
     )

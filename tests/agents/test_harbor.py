@@ -22,6 +22,8 @@ from tracegrad.transfer.import_rollouts import RolloutImport
 pytestmark = [pytest.mark.agents, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
+# Where a machine has authorities of its own: layers of agents are installed from registries.
+CERTIFICATES = ("NODE_EXTRA_CA_CERTS", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 CHECK = """\
 #!/bin/bash
 mkdir -p /logs/verifier
@@ -57,6 +59,7 @@ def trial(agent: str, model: str, folder: Path, proxy: str, *options: str) -> di
             "HOME": str(folder),
             "PYTHONPATH": os.pathsep.join(map(str, source)),
             "TRACEGRAD_URL": proxy,
+            **{name: os.environ[name] for name in CERTIFICATES if name in os.environ},
         },
         cwd=folder,
         capture_output=True,
