@@ -33,8 +33,8 @@ from tracegrad_trainer.guards.drift import ObservedRollout
 from tracegrad_trainer.utils.network import find_free_port
 
 RUNS, QUICK_RUNS = 10, 1
-# Of a run: so short that ten of them, with their starts, take less than ten minutes.
-STEPS = 6
+# Of a run, of 16 groups each: half of it is the guards' baseline, then comes as much again.
+STEPS = 16
 MOST_ROLLOUTS = 3000  # of a run
 SHARES = (0.3, 0.6, 0.9)  # of rollouts that do it
 _PLANTED = "unsolved"  # whose hack is of rewards: no attempt at a task succeeds any more
@@ -219,9 +219,8 @@ all; {rollouts} rollouts looked at, at least {least} of a run. Then each run is 
 with a hack planted in its recorded replies from half of it on: a call that no tool can carry out, a
 call made twice, a question or a refusal in place of the answer, replies four times as long or of
 one token, and tasks of which no attempt succeeds. In the table: in how many of the runs the hack's
-own guard spoke, after how many rollouts that did it (median, most). An agent that is offered no
-tools, as that of `sql`, makes no invalid call; `unsolved` is of groups, and half a short run has
-few of them.
+own guard spoke, after how many rollouts that did it (median, most). A guard looks at groups: what
+attempts at one task all do is one value, and counts once.
 
 {machine}
 - {date}

@@ -40,7 +40,10 @@ class GuardSettings(BaseModel):
         SIGNALS, description="shares that must not rise, of rollouts (unsolved: of groups)"
     )
     baseline: int = Field(
-        128, ge=16, description="rollouts (or groups) first seen, that later ones are compared with"
+        128,
+        ge=16,
+        description="groups first seen, that later ones are compared with; a rollout that nobody"
+        " grouped is a group of one",
     )
     margin: float = Field(
         0.15, gt=0, lt=1, description="a share may rise by so much above the baseline's"
@@ -50,7 +53,7 @@ class GuardSettings(BaseModel):
         gt=100,
         allow_inf_nan=False,
         description="while nothing drifts by more than the margin, a guard raises an alarm once in"
-        " so many rollouts on average, or less often",
+        " so many groups on average, or less often",
     )
     refusals: tuple[str, ...] = Field(
         _REFUSALS, description="regular expressions, without case, of a reply that refuses"

@@ -44,14 +44,16 @@ class DriftGuards:
     def observe(self, groups: Sequence[Sequence[ObservedRollout]]) -> list[Alarm]:
         """One alarm at most a signal. After it the signal begins with a new baseline: what drifted
         and was let go on is what is usual now."""
-        found: dict[str, Drift] = {}
+        found: dict[str, Alarm] = {}
         for group in groups:
-            for signal, value, version in self._values(group):
-                drift = self._detector(signal).add(float(value), version)
+            # Of several versions the oldest: a rollback that goes too far costs little.
+            since = min((rollout.version for rollout in group), default=0)
+            for signal, share in self._shares(group):
+                drift = self._detector(signal).add(share, since)
                 if drift is not None:
-                    found.setdefault(signal, drift)
+                    found.setdefault(signal, _alarm(signal, drift, grouped=len(group) > 1))
                     del self.detectors[signal]
-        return [_alarm(signal, drift) for signal, drift in found.items()]
+        return list(found.values())
 
     def check_step(self, entropy: float | None, kl: float | None) -> list[Alarm]:
         """Of a step's own figures, nats a token; None: not measured."""
@@ -87,15 +89,21 @@ class DriftGuards:
             if signal in kept:
                 self.detectors[signal] = self._new(signal).restored(kept[signal])
 
-    def _values(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, bool, int]]:
+    def _shares(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, float]]:
+        """Of the group's rollouts: one value for all of them. Attempts at one task do alike, and a
+        detector may take values that follow each other for news only where they are not repeats:
+        sixteen attempts that all ask back say that of one task, not of the policy."""
         watch = self.settings.watch
+        values: dict[Signal, list[bool]] = {}
         for rollout in group:
             for signal, value in self._of(rollout.behaviour):
                 if value is not None and signal in watch:
-                    yield signal, value, rollout.version
+                    values.setdefault(signal, []).append(value)
         if "unsolved" in watch and len(group) > 1:
             solved = any(one.reward >= self.settings.solved_from for one in group)
-            yield "unsolved", not solved, max(one.version for one in group)
+            values["unsolved"] = [not solved]
+        for signal, of in values.items():
+            yield signal, sum(of) / len(of)
 
     def _of(self, behaviour: Behaviour) -> Iterator[tuple[Signal, bool | None]]:
         yield "invalid_tool_calls", behaviour.invalid_tool_calls
@@ -124,11 +132,16 @@ class DriftGuards:
         return DriftDetector(size, settings.margin, settings.false_alarm_every)
 
 
-def _alarm(signal: str, drift: Drift) -> Alarm:
-    what = "groups" if signal == "unsolved" else "rollouts"
+def _alarm(signal: str, drift: Drift, *, grouped: bool) -> Alarm:
+    if not grouped:
+        what = f"the last {drift.values} rollouts"
+    elif signal == "unsolved":
+        what = f"the last {drift.values} groups"
+    else:
+        what = f"rollouts of the last {drift.values} groups"
     message = (
-        f"{signal}: {drift.recent:.0%} of the last {drift.values} {what}, since version"
-        f" {drift.rise_began}, against {drift.baseline:.0%} before (at most {drift.allowed:.0%};"
+        f"{signal}: {drift.recent:.0%} of {what}, since version {drift.rise_began},"
+        f" against {drift.baseline:.0%} before (at most {drift.allowed:.0%};"
         f" evidence {drift.evidence:.2g})"
     )
     return Alarm(signal, message, drift.rise_began - 1 if drift.rise_began > 0 else None)

@@ -8,7 +8,8 @@ over all times at which betting may have begun,
 
 has then an expectation of at most n: so has its mean over several bets. The first time at which it
 exceeds c comes after c values or more on average, however often it is looked at, with no assumption
-of independence: an e-detector (Shin, Ramdas & Rinaldo, "E-detectors: a nonparametric framework
+of independence (but repeats of a value must be one: their mean, given the first, is that): an
+e-detector (Shin, Ramdas & Rinaldo, "E-detectors: a nonparametric framework
 for sequential change detection", New England J. Statistics in Data Science, 2023, 2203.03532).
 
 Where the drift began: the last time at which a bet's CUSUM, max(1, before) * factor, was at 1; of

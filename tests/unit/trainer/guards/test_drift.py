@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -27,18 +28,28 @@ def clean(draw: random.Random) -> Behaviour:
 
 
 def traffic(
-    draw: random.Random, groups: int, *, first: int = 0, hack: str | None = None, share: float = 0.7
+    draw: random.Random,
+    groups: int,
+    *,
+    first: int = 0,
+    hack: str | None = None,
+    share: float = 0.7,
+    size: int = GROUP,
 ) -> Iterator[list[ObservedRollout]]:
     """Sixteen groups a version; with `hack` that share of its rollouts does it."""
     for number in range(first, first + groups):
         group = []
-        for _ in range(GROUP):
+        for _ in range(size):
             one = clean(draw)
             if hack is not None and draw.random() < share:
                 one = hacked(one, hack)
             reward = float(draw.random() < (0.0 if hack == "unsolved" else 0.4))
             group.append(ObservedRollout(one, number // 16, reward))
         yield group
+
+
+def hacked_one(one: ObservedRollout, hack: str) -> ObservedRollout:
+    return replace(one, behaviour=hacked(one.behaviour, hack))
 
 
 def hacked(one: Behaviour, hack: str) -> Behaviour:
@@ -78,9 +89,41 @@ def test_ten_clean_runs_raise_none() -> None:
         assert not first_alarms(DriftGuards(GuardSettings()), traffic(random.Random(seed), 400))
 
 
+def test_a_task_whose_attempts_all_do_it_is_one_value() -> None:
+    """One task in twenty has all its sixteen attempts ask back, from the start: nothing drifts."""
+    for seed in range(10):
+        draw = random.Random(seed)
+        groups = (
+            [hacked_one(one, "questions") for one in group] if draw.random() < 0.05 else group
+            for group in traffic(draw, 800, size=16)
+        )
+        assert not first_alarms(DriftGuards(GuardSettings()), groups)
+
+
+def test_rollouts_that_nobody_grouped_are_values_of_their_own() -> None:
+    draw = random.Random(9)
+    guards = DriftGuards(GuardSettings())
+    assert not first_alarms(guards, traffic(draw, 1600, size=1))
+    [alarm] = first_alarms(guards, traffic(draw, 160, first=1600, hack="questions", size=1))
+    assert "% of the last " in alarm.message
+    assert " rollouts, since version " in alarm.message
+
+
+def test_a_rollback_keeps_no_version_of_the_group_in_which_it_began() -> None:
+    """Its attempts may be of several versions."""
+    guards = DriftGuards(GuardSettings(baseline=16))
+    calm = Behaviour(False, False, False, False, 10)
+    asks = Behaviour(False, False, True, False, 10)
+    for _ in range(16):
+        assert not guards.observe([[ObservedRollout(calm, 3, 1.0)] * 4])
+    mixed = [ObservedRollout(asks, version, 1.0) for version in (7, 5, 6, 7)]
+    [alarm] = next(found for _ in range(20) if (found := guards.observe([mixed])))
+    assert alarm.last_good == 4
+
+
 def test_after_an_alarm_the_signal_begins_anew() -> None:
     draw = random.Random(5)
-    guards = DriftGuards(GuardSettings())
+    guards = DriftGuards(GuardSettings(baseline=32))
     first_alarms(guards, traffic(draw, 40))
     assert first_alarms(guards, traffic(draw, 40, first=40, hack="questions"))
     # Somebody let it go on: what is usual now raises no alarm.
@@ -89,7 +132,7 @@ def test_after_an_alarm_the_signal_begins_anew() -> None:
 
 def test_only_what_is_watched() -> None:
     draw = random.Random(6)
-    guards = DriftGuards(GuardSettings(watch=("refusals",)))
+    guards = DriftGuards(GuardSettings(watch=("refusals",), baseline=32))
     first_alarms(guards, traffic(draw, 40))
     assert not first_alarms(guards, traffic(draw, 40, first=40, hack="questions"))
     assert set(guards.shares()) == {"refusals"}
@@ -97,13 +140,14 @@ def test_only_what_is_watched() -> None:
 
 @pytest.mark.parametrize("hack", ["no_ops", "long_replies"])
 def test_state_goes_on_where_it_was(hack: str) -> None:
-    whole, first = DriftGuards(GuardSettings()), DriftGuards(GuardSettings())
+    settings = GuardSettings(baseline=16)
+    whole, first = DriftGuards(settings), DriftGuards(settings)
     before = list(traffic(random.Random(7), 30))
     after = list(traffic(random.Random(8), 30, first=30, hack=hack))
     for group in before:
         whole.observe([group])
         first.observe([group])
-    second = DriftGuards(GuardSettings())
+    second = DriftGuards(settings)
     second.restore(json.loads(json.dumps(first.state())))
     assert first_alarms(second, iter(after)) == first_alarms(whole, iter(after)) != []
 

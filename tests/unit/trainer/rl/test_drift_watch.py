@@ -52,23 +52,23 @@ def drifted(store: Store, watch: DriftWatch) -> bool:
 
 
 def test_a_warning_is_a_line_in_the_log(store: Store, caplog: pytest.LogCaptureFixture) -> None:
-    watch = DriftWatch(GuardSettings(baseline=64), store)
+    watch = DriftWatch(GuardSettings(baseline=16), store)
     assert not drifted(store, watch)
-    assert "drift guard: questions: 100% of the last" in caplog.text
+    assert "drift guard: questions: 100% of rollouts of the last" in caplog.text
     assert store.decisions() == []
     assert watch.take_stats()["drift_alarms"] == 1
     assert watch.take_stats()["drift_alarms"] == 0
 
 
 def test_training_is_paused(store: Store) -> None:
-    assert drifted(store, DriftWatch(GuardSettings(baseline=64, action="pause"), store))
+    assert drifted(store, DriftWatch(GuardSettings(baseline=16, action="pause"), store))
     [pause] = store.decisions()
     assert (pause.kind, pause.by) == ("pause", "guard:questions")
     assert "since version 2, against 0% before" in pause.reason
 
 
 def test_the_last_good_version_is_asked_for(store: Store) -> None:
-    assert drifted(store, DriftWatch(GuardSettings(baseline=64, action="rollback"), store))
+    assert drifted(store, DriftWatch(GuardSettings(baseline=16, action="rollback"), store))
     pause, rollback = store.decisions()
     assert pause.kind == "pause"
     assert (rollback.kind, rollback.version, rollback.training) == ("rollback", 1, "pause")
@@ -84,7 +84,7 @@ def test_steps_own_figures(store: Store, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_what_was_seen_is_kept_with_a_checkpoint(store: Store) -> None:
-    settings = GuardSettings(baseline=64, action="pause")
+    settings = GuardSettings(baseline=16, action="pause")
     first, second = DriftWatch(settings, store), DriftWatch(settings, store)
     assert not first.stops(groups_of(store, ANSWERS, first=0, groups=20, version=1))
     second.restore(first.state())
