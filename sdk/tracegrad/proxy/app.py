@@ -51,7 +51,7 @@ from tracegrad.proxy.endpoints.models import gemini_models_response, models_resp
 from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
 from tracegrad.proxy.endpoints.tasks import make_tasks_router
-from tracegrad.proxy.engine.intake_gate import IntakeGate
+from tracegrad.proxy.engine.intake_gate import MOST_BEGUN, IntakeGate
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
 from tracegrad.proxy.engine.upstreams.pushed_weights import PushedWeights
@@ -151,7 +151,7 @@ def create_app(
     limits = RequestSizeLimits.of(settings)
     bodies = BodyReader(limits, workers)
     intake = Intake(store)
-    paced = _intake_gate(settings, intake, metrics)
+    paced = _intake_gate(settings, intake, metrics, min(MOST_BEGUN, remembered))
     metrics.samplers.append(GaugeSampler(metrics, gate, upstream, bodies, paced))
     services = ProxyServices(
         upstream=upstream,
@@ -236,12 +236,16 @@ def _own_gate(settings: ProxySettings, store: Store) -> WeightUpdateGate:
 
 
 def _intake_gate(
-    settings: ProxySettings, intake: Intake, metrics: ProxyMetrics
+    settings: ProxySettings, intake: Intake, metrics: ProxyMetrics, remembered: int
 ) -> IntakeGate | None:
     if not settings.pace_calls:
         return None
     return IntakeGate(
-        intake, metrics, max_waiting=settings.max_waiting, max_wait_s=settings.max_wait_s
+        intake,
+        metrics,
+        max_waiting=settings.max_waiting,
+        max_wait_s=settings.max_wait_s,
+        remembered=remembered,
     )
 
 

@@ -22,7 +22,7 @@ from tracegrad.store.ledger.intake import IntakeState
 log = logging.getLogger("tracegrad.proxy")
 
 # Rollouts whose first call is known to have begun; of others the store is asked once more.
-_MOST_BEGUN = 65_536
+MOST_BEGUN = 16_384
 # An SDK sends a rollout's opening beside its first call: so long that may take.
 OPENING_S = 1.0
 _OPENING_TICK_S = 0.05
@@ -50,12 +50,19 @@ class IntakeGate:
     """Of one worker; that of all its calls. Not thread-safe: everything runs on one event loop."""
 
     def __init__(
-        self, intake: IntakeOfCalls, metrics: Counts, *, max_waiting: int, max_wait_s: float
+        self,
+        intake: IntakeOfCalls,
+        metrics: Counts,
+        *,
+        max_waiting: int,
+        max_wait_s: float,
+        remembered: int = MOST_BEGUN,
     ) -> None:
+        """`remembered`: rollouts that are known to have begun."""
         self._intake = intake
         self._metrics = metrics
         self._max_wait_s = max_wait_s
-        self._begun: LRUCache[str, None] = LRUCache(_MOST_BEGUN)
+        self._begun: LRUCache[str, None] = LRUCache(remembered)
         self._since: dict[str, float] = {}  # of rollouts that wait, by the monotonic clock
         self._waiting = FairQueue(max_waiting)
         self._looking: asyncio.Task[None] | None = None

@@ -116,6 +116,14 @@ async def test_a_queue_without_room_lets_in_as_well() -> None:
     first.cancel()
 
 
+async def test_of_a_rollout_that_is_not_remembered_the_store_is_asked_again() -> None:
+    intake = FakeIntake(room=3)
+    paced = gate(intake, Counted(), remembered=1)
+    for name in "aabba":
+        await paced.enter(name)
+    assert intake.placed == ["a", "b", "a"]
+
+
 async def test_a_store_that_cannot_be_asked_holds_nobody_back() -> None:
     await gate(FakeIntake(broken=True), Counted()).enter("a")
 
