@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.guards.__main__ import SHARES, Found, page, plant, replayed
+from bench.guards.__main__ import SHARES, Found, ReplayedAlarm, drifts, page, plant
 from bench.guards.hacks import HACKS
 from bench.guards.recorded import RecordedRollout, RecordedRun, read_run
 from sqlalchemy import insert
@@ -71,11 +71,23 @@ def test_lengths_are_of_the_longest_reply() -> None:
 @pytest.mark.parametrize("hack", [*HACKS, "unsolved"])
 def test_it_is_found_from_where_it_begins(hack: str) -> None:
     run = run_of(320)  # of groups too, so many are a baseline
-    assert replayed(run) == 0
+    assert drifts(run) == []
     found = plant(run, hack, 0.9, seed=1)
     assert found.after is not None
     assert 0 < found.after < run.rollouts / 2
     assert found.others == 0
+
+
+def test_an_alarm_is_held_against_the_groups_after_it() -> None:
+    calm, asks = (
+        run_of(1).groups[0],
+        [RecordedRollout(HACKS["questions"](TURNS), float(i % 2), 9) for i in range(8)],
+    )
+    for after, false in ([asks] * 64, False), ([calm] * 64, True):
+        run = RecordedRun([*[calm] * 128, *[asks] * 12, *after], steps=16, alarms=1)
+        [alarm] = drifts(run)
+        assert alarm.signal == "questions"
+        assert alarm.is_false is false
 
 
 def test_what_is_not_planted_is_not_found() -> None:
@@ -101,9 +113,13 @@ def test_a_stores_rollouts_come_as_training_settled_them(tmp_path: Path) -> None
 def test_the_page_counts_runs_alarms_and_hacks() -> None:
     runs = [RecordedRun(run_of(8).groups, 2, alarms=1), run_of(8)]
     some = [Found(12, 0), Found(None, 2)]
-    text = page(runs, [0, 0], {(hack, s): some for hack in (*HACKS, "unsolved") for s in SHARES})
+    found = [[ReplayedAlarm("questions", "q", 0.1, 0.2)], [ReplayedAlarm("no_ops", "n", 0.4, 0.2)]]
+    text = page(runs, found, {(hack, s): some for hack in (*HACKS, "unsolved") for s in SHARES})
     assert "| clean runs | 10 | 2 | **no** |" in text
     assert "| false alarms while they trained | none | 1 | **no** |" in text
+    assert "| of guards that look again | none | 1 | **no** |" in text
+    assert "- run 1: n; 40% of the 32 groups after it" in text
+    assert "run 0:" not in text
     assert f"| alarms of other signals, where a hack is | none | {2 * 7 * 3} | **no** |" in text
     assert "| 7 of 14 | **no** |" in text
     assert "| questions | 1 of 2, after 12 (12) |" in text

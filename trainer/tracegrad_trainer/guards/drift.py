@@ -48,7 +48,7 @@ class DriftGuards:
         for group in groups:
             # Of several versions the oldest: a rollback that goes too far costs little.
             since = min((rollout.version for rollout in group), default=0)
-            for signal, share in self._shares(group):
+            for signal, share in self.group_shares(group):
                 drift = self._detector(signal).add(share, since)
                 if drift is not None:
                     found.setdefault(signal, _alarm(signal, drift, grouped=len(group) > 1))
@@ -89,10 +89,13 @@ class DriftGuards:
             if signal in kept:
                 self.detectors[signal] = self._new(signal).restored(kept[signal])
 
-    def _shares(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, float]]:
-        """Of the group's rollouts: one value for all of them. Attempts at one task do alike, and a
-        detector may take values that follow each other for news only where they are not repeats:
-        sixteen attempts that all ask back say that of one task, not of the policy."""
+    def group_shares(self, group: Sequence[ObservedRollout]) -> Iterator[tuple[Signal, float]]:
+        """By signal, of the group's rollouts: to be asked once for each group, in order, as the
+        lengths of the first ones are a baseline.
+
+        One value for all of a group, because attempts at one task do alike, and values that follow
+        each other are news to a detector only where they are no repeats: sixteen attempts that all
+        ask back say that of one task, not of the policy."""
         watch = self.settings.watch
         values: dict[Signal, list[bool]] = {}
         for rollout in group:
