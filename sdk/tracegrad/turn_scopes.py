@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tracegrad import genai_attributes
 from tracegrad.protocol import TURN_ATTRIBUTE
 
 # Of OpenTelemetry's GenAI conventions and of OpenInference's, on an agent's span: its name.
-AGENT_ATTRIBUTES = ("gen_ai.agent.name", "agent.name")
+AGENT_ATTRIBUTES = (genai_attributes.AGENT_NAME, "agent.name")
 
 
 class CallLike(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.text import Text
 
+from tracegrad import genai_attributes
 from tracegrad.cli.render.console import wrapped
 from tracegrad.cli.render.format import clip, format_ranges, one_line, printable
 from tracegrad.events import Span
@@ -18,15 +19,12 @@ from tracegrad.text_format import format_count, format_duration
 _MARGIN = 2
 _WIDE = 200
 # What instrumentation libraries put a tool's or a chain's input and output under.
-_INPUT = ("gen_ai.tool.call.arguments", "input.value", "traceloop.entity.input")
-_OUTPUT = ("gen_ai.tool.call.result", "output.value", "traceloop.entity.output")
-_KIND = ("openinference.span.kind", "traceloop.span.kind", "gen_ai.operation.name")
-_MODEL = ("gen_ai.response.model", "gen_ai.request.model", "llm.model_name")
-_TOKENS_IN = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
-_TOKENS_OUT = (
-    *("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens"),
-    "llm.token_count.completion",
-)
+_INPUT = (genai_attributes.TOOL_ARGUMENTS, "input.value", "traceloop.entity.input")
+_OUTPUT = (genai_attributes.TOOL_RESULT, "output.value", "traceloop.entity.output")
+_KIND = ("openinference.span.kind", "traceloop.span.kind", genai_attributes.OPERATION)
+_MODEL = (genai_attributes.RESPONSE_MODEL, genai_attributes.REQUEST_MODEL, "llm.model_name")
+_TOKENS_IN = (*genai_attributes.INPUT_TOKENS, "llm.token_count.prompt")
+_TOKENS_OUT = (*genai_attributes.OUTPUT_TOKENS, "llm.token_count.completion")
 _ERROR = ("otel.status_description", "exception.message", "error.type")
 
 

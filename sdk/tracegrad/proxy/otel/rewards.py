@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
+from tracegrad import genai_attributes
 from tracegrad.events import Reward, Span
 from tracegrad.proxy.capture.call_index import CallIndex, turn_id_in_response
 from tracegrad.proxy.otel.llm_span import ReportedSpan
@@ -74,7 +75,8 @@ class SpanRewards:
 def _nobodys(span: Span, score: Evaluation) -> str:
     return (
         f"span {span.name[:100]!r}: its score {score.name[:100]!r} is no reward, since its trace is"
-        " of no rollout: name one (tracegrad.rollout), or the answer (gen_ai.response.id)"
+        " of no rollout: name one (tracegrad.rollout), or the answer"
+        f" ({genai_attributes.RESPONSE_ID})"
     )
 
 

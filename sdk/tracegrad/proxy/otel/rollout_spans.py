@@ -16,14 +16,15 @@ from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from tracegrad import genai_attributes
 from tracegrad.events import CALL_STAGES, Json, Outcome, Reward, Turn
 from tracegrad.events import Span as StoredSpan
 from tracegrad.jsonutil import dump_json
 from tracegrad.protocol import ROLLOUT_ATTRIBUTE
 from tracegrad.proxy.dialects.history import FindsTurn, recorded_call, recorded_reply
-from tracegrad.proxy.otel.semconv import opentelemetry as genai
+from tracegrad.proxy.otel.semconv import opentelemetry
 from tracegrad.proxy.otel.semconv.chat_completion import LlmCall, usage_of
-from tracegrad.proxy.otel.semconv.evaluations import RESULT, result_attributes
+from tracegrad.proxy.otel.semconv.evaluations import result_attributes
 from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE
 from tracegrad.store.copy.export_records import RolloutRecord
 
@@ -68,16 +69,20 @@ class _Trace:
         inner = [*calls, *sent]
         agent = copy.agent or "agent"
         attributes: Json = {
-            genai.OPERATION: genai.INVOKE_AGENT,
-            genai.AGENT_NAME: copy.agent,
-            genai.CONVERSATION: copy.rollout_id,
+            genai_attributes.OPERATION: opentelemetry.INVOKE_AGENT,
+            genai_attributes.AGENT_NAME: copy.agent,
+            genai_attributes.CONVERSATION: copy.rollout_id,
             ROLLOUT_ATTRIBUTE: copy.rollout_id,
             "tracegrad.task_id": copy.task_id,
             "tracegrad.task": copy.task,
             "tracegrad.outcome": copy.outcome,
             "tracegrad.reward": copy.reward,
-            genai.INPUT: (calls[0].attributes or {}).get(genai.INPUT) if calls else None,
-            genai.OUTPUT: (calls[-1].attributes or {}).get(genai.OUTPUT) if calls else None,
+            genai_attributes.INPUT: (calls[0].attributes or {}).get(genai_attributes.INPUT)
+            if calls
+            else None,
+            genai_attributes.OUTPUT: (calls[-1].attributes or {}).get(genai_attributes.OUTPUT)
+            if calls
+            else None,
             **{f"tracegrad.tag.{name}": value for name, value in copy.tags.items()},
         }
         starts = [span.start_time for span in inner if span.start_time]
@@ -85,7 +90,7 @@ class _Trace:
         start = min([round(copy.opened_at * _NS), *starts])
         failed = copy.outcome is not None and copy.outcome != Outcome.COMPLETED.value
         return self._span(
-            f"{genai.INVOKE_AGENT} {agent}",
+            f"{opentelemetry.INVOKE_AGENT} {agent}",
             self._root,
             None,
             (start, max([start, round((copy.finished_at or 0) * _NS), *ends])),
@@ -99,8 +104,8 @@ class _Trace:
         end = round(turn.created_at * _NS)
         seconds = sum((turn.timing or {}).get(stage) or 0 for stage in CALL_STAGES)
         attributes = {
-            **genai.write(_call_of(turn, find)),
-            genai.CONVERSATION: self._copy.rollout_id,
+            **opentelemetry.write(_call_of(turn, find)),
+            genai_attributes.CONVERSATION: self._copy.rollout_id,
             ROLLOUT_ATTRIBUTE: self._copy.rollout_id,
             "tracegrad.turn_id": turn.turn_id,
             "tracegrad.parent_turn_id": turn.parent_id,
@@ -108,7 +113,7 @@ class _Trace:
             "tracegrad.untrainable": turn.untrainable,
         }
         return self._span(
-            f"{genai.CHAT} {turn.model}".rstrip(),
+            f"{opentelemetry.CHAT} {turn.model}".rstrip(),
             _number("turn", turn.turn_id, 8),
             int(parent, 16) if parent in self._sent and parent else self._root,
             (end - round(seconds * _NS), end),
@@ -145,7 +150,8 @@ class _Trace:
             if reward.value is not None and self._place(reward) == place:
                 given = result_attributes(reward.name, reward.value, reward.label, reward.comment)
                 source = {"tracegrad.reward.source": reward.source}
-                yield Event(RESULT, {**given, **source}, round(reward.created_at * _NS))
+                name = genai_attributes.EVALUATION
+                yield Event(name, {**given, **source}, round(reward.created_at * _NS))
 
     def _place(self, reward: Reward) -> int | None:
         turns = len(self._copy.turns)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tracegrad import genai_attributes
 from tracegrad.events import Outcome, RolloutFinished, RolloutStarted, Span
 from tracegrad.proxy.otel.otlp import SERVICE
 from tracegrad.proxy.otel.semconv import openinference
@@ -20,7 +21,7 @@ _WORKFLOW = "traceloop.workflow.name"
 _PROPERTIES = "traceloop.association.properties."
 _TAGS = {
     "session.id": ("session.id", _PROPERTIES + "session_id"),
-    "gen_ai.conversation.id": ("gen_ai.conversation.id",),
+    genai_attributes.CONVERSATION: (genai_attributes.CONVERSATION,),
     "thread_id": ("thread_id", _PROPERTIES + "thread_id"),
 }
 

@@ -1,4 +1,4 @@
-"""Evaluations that spans tell of: OpenTelemetry's event `gen_ai.evaluation.result`, and
+"""Evaluations that spans tell of: OpenTelemetry's event (`genai_attributes.EVALUATION`), and
 OpenInference's attributes `evaluations.0.evaluation.score` (or `annotations`; with `trace.` before
 them, of the whole trace). Results without a number (labels alone) are no rewards."""
 
@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tracegrad import genai_attributes
 from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.flat_attributes import events_of, in_index_order, unflatten
 
-RESULT = "gen_ai.evaluation.result"
-_NAME, _SCORE = "gen_ai.evaluation.name", "gen_ai.evaluation.score.value"
 # Of the span, or of all its trace.
 _FLAT = (
     ("evaluations", "evaluation", False),
@@ -40,13 +39,13 @@ def evaluations_of(span: Span) -> list[Evaluation]:
 
 
 def _from_events(span: Span) -> Iterator[Evaluation]:
-    results = (event for event in events_of(span) if event.name == RESULT)
+    results = (event for event in events_of(span) if event.name == genai_attributes.EVALUATION)
     for number, (_, attributes) in enumerate(results):
-        value = _value(attributes, _SCORE)
-        name = attributes.get(_NAME)
+        value = _value(attributes, genai_attributes.EVALUATION_SCORE)
+        name = attributes.get(genai_attributes.EVALUATION_NAME)
         if value is None or not name:
             continue
-        answer = attributes.get("gen_ai.response.id")
+        answer = attributes.get(genai_attributes.RESPONSE_ID)
         yield Evaluation(
             f"event.{number}", str(name), value, response_id=str(answer) if answer else None
         )
@@ -64,12 +63,12 @@ def _from_attributes(span: Span) -> Iterator[Evaluation]:
 
 
 def result_attributes(name: str, value: float, label: str | None, comment: str | None) -> Json:
-    """Of an event RESULT."""
+    """Of an event `genai_attributes.EVALUATION`."""
     found = {
-        _NAME: name,
-        _SCORE: value,
-        "gen_ai.evaluation.score.label": label,
-        "gen_ai.evaluation.explanation": comment,
+        genai_attributes.EVALUATION_NAME: name,
+        genai_attributes.EVALUATION_SCORE: value,
+        genai_attributes.EVALUATION_LABEL: label,
+        genai_attributes.EVALUATION_EXPLANATION: comment,
     }
     return {key: each for key, each in found.items() if each is not None}
 

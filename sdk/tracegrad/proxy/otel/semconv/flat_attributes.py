@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tracegrad import genai_attributes
 from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv.chat_completion import parsed
 
@@ -67,7 +68,7 @@ def events_of(span: Span) -> Iterator[SpanEvent]:
         if not isinstance(event, Mapping) or not isinstance(event.get("attributes"), Mapping):
             continue
         attributes = dict(event["attributes"])
-        body = parsed(attributes.get("gen_ai.event.content", attributes.get("event_body")))
+        body = parsed(attributes.get(genai_attributes.EVENT_CONTENT, attributes.get("event_body")))
         if isinstance(body, Mapping):
             attributes = {**body, **attributes}
         yield SpanEvent(str(event.get("name")), attributes)

@@ -1,10 +1,9 @@
 """LLM spans by OpenTelemetry's own conventions for GenAI: read, from their first form to today's;
 written in today's.
 
-Texts stand, by age of the library, in the attributes `gen_ai.input.messages` and
-`gen_ai.output.messages`, in those of an event `gen_ai.client.inference.operation.details`, in one
-event a message (`gen_ai.user.message`, `gen_ai.choice`), or in the events `gen_ai.content.prompt`
-and `gen_ai.content.completion`.
+Texts stand, by age of the library, in the attributes INPUT and OUTPUT, in those of an event
+DETAILS, in one event a message (MESSAGES, CHOICE), or in the events PROMPT_EVENT and
+COMPLETION_EVENT, all of `genai_attributes`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tracegrad import genai_attributes
 from tracegrad.chat.messages import assistant_message
 from tracegrad.events import Json, Span
 from tracegrad.jsonutil import dump_json
@@ -34,56 +34,39 @@ from tracegrad.proxy.otel.semconv.chat_completion import (
 )
 from tracegrad.proxy.otel.semconv.flat_attributes import SpanEvent, events_of
 
-OPERATION = "gen_ai.operation.name"
 CHAT = "chat"
 LLM_OPERATIONS = frozenset({CHAT, "text_completion", "generate_content"})
-# Of spans around the calls.
-INVOKE_AGENT, AGENT_NAME = "invoke_agent", "gen_ai.agent.name"
-CONVERSATION = "gen_ai.conversation.id"
-
-INPUT, OUTPUT = "gen_ai.input.messages", "gen_ai.output.messages"
-_INSTRUCTIONS, _TOOLS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
-_DETAILS = "gen_ai.client.inference.operation.details"
-_CHOICE = "gen_ai.choice"
-_REQUEST_MODEL, _RESPONSE_MODEL = "gen_ai.request.model", "gen_ai.response.model"
-_RESPONSE_ID = "gen_ai.response.id"
-_MESSAGES = {f"gen_ai.{role}.message": role for role in ("system", "user", "assistant", "tool")}
-_PROMPT, _COMPLETION = "gen_ai.content.prompt", "gen_ai.content.completion"
+INVOKE_AGENT = "invoke_agent"  # of spans around the calls
 
 _SETTINGS = {
-    "temperature": ("gen_ai.request.temperature",),
-    "top_p": ("gen_ai.request.top_p",),
-    "top_k": ("gen_ai.request.top_k", "llm.top_k"),
-    "max_tokens": ("gen_ai.request.max_tokens", "gen_ai.request.max_completion_tokens"),
-    "stop": ("gen_ai.request.stop_sequences", "llm.chat.stop_sequences"),
-    "seed": ("gen_ai.request.seed", "gen_ai.openai.request.seed"),
-    "n": ("gen_ai.request.choice.count", "gen_ai.request.n"),
-    "presence_penalty": ("gen_ai.request.presence_penalty", "llm.presence_penalty"),
-    "frequency_penalty": ("gen_ai.request.frequency_penalty", "llm.frequency_penalty"),
+    "temperature": genai_attributes.TEMPERATURE,
+    "top_p": genai_attributes.TOP_P,
+    "top_k": (*genai_attributes.TOP_K, "llm.top_k"),
+    "max_tokens": genai_attributes.MAX_TOKENS,
+    "stop": (*genai_attributes.STOP, "llm.chat.stop_sequences"),
+    "seed": genai_attributes.SEED,
+    "n": genai_attributes.CHOICES,
+    "presence_penalty": (*genai_attributes.PRESENCE_PENALTY, "llm.presence_penalty"),
+    "frequency_penalty": (*genai_attributes.FREQUENCY_PENALTY, "llm.frequency_penalty"),
 }
-_PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens")
-_COMPLETION_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens")
-_CACHED = ("gen_ai.usage.cache_read.input_tokens", "gen_ai.usage.cache_read_input_tokens")
-_REASONING = ("gen_ai.usage.reasoning.output_tokens", "gen_ai.usage.reasoning_tokens")
-_FINISH = ("gen_ai.response.finish_reasons", "gen_ai.response.finish_reason")
 
 
 def read(span: Span) -> LlmCall:
     """Of an LLM span."""
     events = list(events_of(span))
-    details = [event.attributes for event in events if event.name == _DETAILS]
+    details = [event.attributes for event in events if event.name == genai_attributes.DETAILS]
     attributes = {**span.attributes, **(details[-1] if details else {})}
     messages = _instructions(attributes)
-    for message in objects(attributes.get(INPUT)):
+    for message in objects(attributes.get(genai_attributes.INPUT)):
         messages += _input(message)
-    outputs = objects(attributes.get(OUTPUT))
+    outputs = objects(attributes.get(genai_attributes.OUTPUT))
     if not messages:
         messages = _told_by_events(events)
     outputs = outputs or _choices(events)
     return call_of(
         attributes,
         messages=messages,
-        tools=function_tools(parsed(attributes.get(_TOOLS))),
+        tools=function_tools(parsed(attributes.get(genai_attributes.TOOLS))),
         replies=[_reply(output) for output in outputs],
         finish_reasons=[output.get("finish_reason") for output in outputs],
     )
@@ -99,26 +82,26 @@ def call_of(
 ) -> LlmCall:
     """The call with what stands in single attributes: model, settings, usage."""
     settings = {name: first(attributes, names) for name, names in _SETTINGS.items()}
-    model = attributes.get(_REQUEST_MODEL)
+    model = attributes.get(genai_attributes.REQUEST_MODEL)
     response = response_of(
-        id=attributes.get(_RESPONSE_ID),
-        model=attributes.get(_RESPONSE_MODEL) or model,
+        id=attributes.get(genai_attributes.RESPONSE_ID),
+        model=attributes.get(genai_attributes.RESPONSE_MODEL) or model,
         replies=replies,
         finish_reasons=finish_reasons
         if any(finish_reasons)
-        else _listed(first(attributes, _FINISH)),
+        else _listed(first(attributes, genai_attributes.FINISH_REASONS)),
         usage=usage_of(
-            first(attributes, _PROMPT_TOKENS),
-            first(attributes, _COMPLETION_TOKENS),
-            cached=first(attributes, _CACHED),
-            reasoning=first(attributes, _REASONING),
+            first(attributes, genai_attributes.INPUT_TOKENS),
+            first(attributes, genai_attributes.OUTPUT_TOKENS),
+            cached=first(attributes, genai_attributes.CACHED_TOKENS),
+            reasoning=first(attributes, genai_attributes.REASONING_TOKENS),
         ),
     )
     return LlmCall(request_of(model, messages, tools, settings), response)
 
 
 def _instructions(attributes: Mapping[str, Any]) -> list[Json]:
-    given = parsed(attributes.get(_INSTRUCTIONS))
+    given = parsed(attributes.get(genai_attributes.INSTRUCTIONS))
     if not given:
         return []
     parts = given if isinstance(given, list) else [given]
@@ -201,10 +184,10 @@ def _plain_call(call: Json) -> Json:
 def _told_by_events(events: Iterable[SpanEvent]) -> list[Json]:
     messages: list[Json] = []
     for name, body in events:
-        if name in _MESSAGES:
-            messages.append(_plain({"role": _MESSAGES[name], **body}))
-        elif name == _PROMPT:
-            messages += map(_plain, objects(body.get("gen_ai.prompt")))
+        if name in genai_attributes.MESSAGES:
+            messages.append(_plain({"role": genai_attributes.MESSAGES[name], **body}))
+        elif name == genai_attributes.PROMPT_EVENT:
+            messages += map(_plain, objects(body.get(genai_attributes.PROMPT)))
     return messages
 
 
@@ -212,13 +195,13 @@ def _choices(events: Iterable[SpanEvent]) -> list[Json]:
     """Messages with their `finish_reason`."""
     found: list[Json] = []
     for name, body in events:
-        if name == _CHOICE:
+        if name == genai_attributes.CHOICE:
             message = parsed(body.get("message"))
             inner: Json = message if isinstance(message, dict) else {"content": message}
             outer: Json = {"tool_calls": body.get("tool_calls")}
             found.append({**outer, **inner, "finish_reason": body.get("finish_reason")})
-        elif name == _COMPLETION:
-            found += objects(body.get("gen_ai.completion"))
+        elif name == genai_attributes.COMPLETION_EVENT:
+            found += objects(body.get(genai_attributes.COMPLETION))
     return found
 
 
@@ -236,16 +219,22 @@ def write(call: LlmCall) -> Json:
     usage = response.get("usage") or {}
     choices = response.get("choices") or []
     found: Json = {
-        OPERATION: CHAT,
-        _REQUEST_MODEL: call.request.get("model"),
-        _RESPONSE_MODEL: response.get("model"),
-        _RESPONSE_ID: response.get("id"),
-        _PROMPT_TOKENS[0]: usage.get("prompt_tokens"),
-        _COMPLETION_TOKENS[0]: usage.get("completion_tokens"),
-        _FINISH[0]: [reason for choice in choices if (reason := choice.get("finish_reason"))],
-        INPUT: _texts(map(_message_parts, call.request["messages"])),
-        OUTPUT: _texts(_choice_parts(choice) for choice in choices if choice["message"]),
-        _TOOLS: _texts(each["function"] | {"type": "function"} for each in _functions(call)),
+        genai_attributes.OPERATION: CHAT,
+        genai_attributes.REQUEST_MODEL: call.request.get("model"),
+        genai_attributes.RESPONSE_MODEL: response.get("model"),
+        genai_attributes.RESPONSE_ID: response.get("id"),
+        genai_attributes.INPUT_TOKENS[0]: usage.get("prompt_tokens"),
+        genai_attributes.OUTPUT_TOKENS[0]: usage.get("completion_tokens"),
+        genai_attributes.FINISH_REASONS[0]: [
+            reason for choice in choices if (reason := choice.get("finish_reason"))
+        ],
+        genai_attributes.INPUT: _texts(map(_message_parts, call.request["messages"])),
+        genai_attributes.OUTPUT: _texts(
+            _choice_parts(choice) for choice in choices if choice["message"]
+        ),
+        genai_attributes.TOOLS: _texts(
+            each["function"] | {"type": "function"} for each in _functions(call)
+        ),
         **{names[0]: call.sampling.get(name) for name, names in _SETTINGS.items()},
     }
     return {name: value for name, value in found.items() if value not in (None, "", [])}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tracegrad import genai_attributes
 from tracegrad.events import Json, Span
 from tracegrad.proxy.otel.semconv import opentelemetry
 from tracegrad.proxy.otel.semconv.chat_completion import (
@@ -23,21 +24,26 @@ from tracegrad.proxy.otel.semconv.flat_attributes import in_index_order, unflatt
 REQUEST_TYPE = "llm.request.type"
 LLM_TYPES = frozenset({"chat", "completion"})
 
-_PROMPT, _COMPLETION = "gen_ai.prompt", "gen_ai.completion"
 _FUNCTIONS = "llm.request.functions"
 
 
 def is_flat(attributes: Mapping[str, Any]) -> bool:
     """Whether messages stand in attributes of their own."""
-    return any(name.startswith((_PROMPT + ".0", _COMPLETION + ".0")) for name in attributes)
+    return any(
+        name.startswith((genai_attributes.PROMPT + ".0", genai_attributes.COMPLETION + ".0"))
+        for name in attributes
+    )
 
 
 def read(span: Span) -> LlmCall:
     attributes = span.attributes
-    completions = in_index_order(unflatten(attributes, _COMPLETION))
+    completions = in_index_order(unflatten(attributes, genai_attributes.COMPLETION))
     return opentelemetry.call_of(
         attributes,
-        messages=[_message(each) for each in in_index_order(unflatten(attributes, _PROMPT))],
+        messages=[
+            _message(each)
+            for each in in_index_order(unflatten(attributes, genai_attributes.PROMPT))
+        ],
         tools=function_tools(in_index_order(unflatten(attributes, _FUNCTIONS))),
         replies=[_message({**each, "role": "assistant"}) for each in completions],
         finish_reasons=[each.get("finish_reason") for each in completions],
