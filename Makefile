@@ -25,7 +25,7 @@ SIDE_BY_SIDE := $(PYTEST) -n 3 --dist worksteal
 # Files stay whole, since each process starts a vLLM of its own, and the longest come first.
 FILE_BY_FILE := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
-test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; about 30 minutes on two cores
+test: test-fast  ## all that CI runs: then client libraries, CLI agents and the real vLLM; some 40 minutes on two cores
 	$(SIDE_BY_SIDE) -m "not (slow or frameworks)" tests/clients tests/frameworks
 	$(FILE_BY_FILE) -m "(vllm or agents or docker) and not slow" tests/integration tests/faults tests/agents
 
