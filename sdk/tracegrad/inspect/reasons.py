@@ -243,8 +243,9 @@ UNTRAINED_TEXTS = {
         "Train the model that the engine serves, or one with the same tokenizer.",
     ),
     "drift_guard": ReasonText(
-        "A guard found that what replies do had drifted, and kept its batch from being trained.",
-        "`trainer status` says which guard, and why; `trainer resume` goes on.",
+        "A guard found that what replies do had drifted, and an earlier version was to be served.",
+        "`trainer versions --decisions` says which guard, and why; guards.action = pause keeps"
+        " such a batch for later.",
     ),
     "predicate": ReasonText("Your own filter (batches.predicate) left it out.", ""),
     "completed": ReasonText("Its rollout completed, and batches.outcomes leaves those out.", ""),

@@ -50,6 +50,14 @@ def is_selected(tags: Mapping[str, str]) -> ColumnElement[bool]:
     return and_(~is_held_out(), has_tags(tags))
 
 
+def is_rewardable(
+    tags: Mapping[str, str], held_out: Mapping[str, str] | None = None
+) -> ColumnElement[bool]:
+    """Of `Rollouts`: training that selects by `tags` may take it, or it is for evaluation
+    (`is_held_out(held_out)`), whatever its other tags: either needs its end and its reward."""
+    return or_(has_tags(tags), is_held_out(held_out))
+
+
 def has_turns() -> ColumnElement[bool]:
     """Without any, a rollout's reward says nothing of the policy, and is compared with none."""
     return exists().where(Turns.rollout_id == Rollouts.rollout_id).correlate(Rollouts)

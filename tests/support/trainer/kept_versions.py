@@ -76,6 +76,7 @@ class ServedRun:
         (tmp_path / "scratch").mkdir(parents=True, exist_ok=True)
         self.pusher = CountingPusher(tmp_path / "scratch")
         self.no_checkpoint: set[int] = set()
+        self.wanted: set[int] = set()  # by guards
         self.control = self.begin()
         self.control._pusher = self.pusher
 
@@ -88,7 +89,11 @@ class ServedRun:
             rewards=SimpleNamespace(composes=False),
         )
         return VersionControl(
-            settings, self.store, run_id="run", check_checkpoint=self.check_checkpoint
+            settings,
+            self.store,
+            run_id="run",
+            check_checkpoint=self.check_checkpoint,
+            wanted=lambda: self.wanted,
         )
 
     def begin_again(self) -> VersionControl:

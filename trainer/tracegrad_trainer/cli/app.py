@@ -141,6 +141,9 @@ def versions(
     state_dir: Folder = Path(".tracegrad"),
     store: StoreUrl = None,
     last: Annotated[int, typer.Option(min=1, help="the newest, and all that are kept")] = 20,
+    decisions: Annotated[
+        bool, typer.Option("--decisions", help="the newest decisions, refused ones too")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """How each policy version stands, and who decided what and why."""
@@ -150,8 +153,12 @@ def versions(
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
             history = opened.version_history()
+            decided = opened.decisions()
     except (StoreError, ValueError) as error:
         _fail(f"trainer versions: {error}")
+    if decisions:
+        listing.print_decisions(decided, Console(), last=last, as_json=as_json)
+        return
     listing.print_versions(history, Console(), last=last, as_json=as_json)
 
 

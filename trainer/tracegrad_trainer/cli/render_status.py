@@ -152,6 +152,10 @@ def _overview(status: RunStatus) -> PlainTable:
         shown.add_row("paused", f"{ago} ago by {by}: {status.paused['reason']} (trainer resume)")
     elif status.held is not None:
         shown.add_row("held", status.held)
+    if status.refused is not None:
+        one = status.refused
+        ago = format_age(one["created_at"])
+        shown.add_row("refused", f"{ago} ago: {one['kind']} by {one['by']}: {one['why']}")
     if status.waiting_for is not None:
         running = status.stage != "stopped"
         shown.add_row("waiting" if running else "next batch", status.waiting_for)

@@ -38,6 +38,7 @@ class RunStatus:
     damaged_records: int  # lines of the journal of runs that cannot be read
     last_seen: float | None  # of a run that ended without a word: its last sign
     paused: Json | None  # training is: by, reason, created_at
+    refused: Json | None  # the newest decision, if it was: kind, by, reason, created_at, why
     held: str | None  # why nothing is leased, while it runs: a pause, or the promotion gate
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
     url: str | None
@@ -112,6 +113,7 @@ def collect_status(
         damaged_records=journal.damaged,
         last_seen=_last_seen(last, serve, ranks),
         paused=None if pause is None else _pause(pause),
+        refused=_refused(store),
         held=ranks.get("held") if running and doing == "held" else None,
         waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
         if not running or doing == "waiting"
@@ -160,6 +162,14 @@ def _evaluator(state_dir: Path) -> Json | None:
 
 def _pause(decision: Decision) -> Json:
     return {"by": decision.by, "reason": decision.reason, "created_at": decision.created_at}
+
+
+def _refused(store: Store) -> Json | None:
+    """The newest decision, if nothing was done about it."""
+    decided = [one for one in store.decisions() if one.acted_at is not None]
+    if not decided or decided[-1].refused is None:
+        return None
+    return _pause(decided[-1]) | {"kind": decided[-1].kind, "why": decided[-1].refused}
 
 
 def _pending(ranks: Json, committed: int) -> list[int]:

@@ -7,7 +7,7 @@ machine that reaches the store. What the store shows to be impossible is refused
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -109,6 +109,7 @@ def versions_json(history: VersionHistory) -> Json:
         "serving": history.serving,
         "promoted": history.promoted,
         "paused": None if paused is None else asdict(paused),
+        "refused": [asdict(one) for one in history.refused],
         "versions": [asdict(one) for one in history.records.values()],
     }
 
@@ -131,6 +132,31 @@ def print_versions(history: VersionHistory, console: Console, *, last: int, as_j
     if history.paused is not None:
         line = f"training is paused by {_by(history.paused)}"
         console.print(line, highlight=False, soft_wrap=True)
+    if history.refused:
+        one = history.refused[-1]
+        ago = format_age(one.created_at)
+        line = f"refused {ago} ago: {one.kind} by {_by(one)}: {one.refused} (--decisions)"
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def print_decisions(
+    decisions: Sequence[Decision], console: Console, *, last: int, as_json: bool
+) -> None:
+    """The newest `last`, the oldest of them first."""
+    if as_json:
+        print_json([asdict(one) for one in decisions[-last:]])
+        return
+    if not decisions:
+        console.print("no decision yet", highlight=False)
+        return
+    shown = plain_table("number", "decision", "by", "why", "came of it", "ago")
+    for one in decisions[-last:]:
+        what = one.kind if one.version is None else f"{one.kind} {one.version}"
+        came = "nobody acted on it" if one.acted_at is None else f"refused: {one.refused}"
+        if one.acted_at is not None and one.refused is None:
+            came = describe(one)
+        shown.add_row(str(one.seq), what, one.by, one.reason, came, format_age(one.created_at))
+    print_report(shown, console)
 
 
 def _cells(one: VersionRecord) -> list[str]:

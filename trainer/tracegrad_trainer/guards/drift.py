@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tracegrad.events import Json
@@ -21,7 +21,7 @@ _LENGTHS: tuple[Signal, ...] = ("long_replies", "short_replies")
 class ObservedRollout:
     behaviour: Behaviour
     version: int  # of the policy that sampled it last
-    reward: float
+    reward: float | None  # None: nobody said
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,16 @@ class DriftGuards:
             alarms.append(Alarm("kl", message))
         return alarms
 
-    def begin_anew(self) -> None:
-        """With new baselines: somebody looked, and let training go on."""
-        self.detectors.clear()
-        self.lengths.clear()
+    def forget(self, signals: Iterable[str]) -> None:
+        """They begin with new baselines: somebody looked, and let training go on."""
+        for signal in signals:
+            self.detectors.pop(signal, None)
+
+    def good_versions(self) -> set[int]:
+        """Those that an alarm may ask for if what seems to rise now goes on: each the last one
+        before a rise."""
+        detectors = [*self.detectors.values()]  # at once: another thread may ask
+        return {began - 1 for one in detectors for began in one.began if began > 0}
 
     def shares(self) -> dict[str, float]:
         """Evidence of each signal over its limit: 1 is an alarm. For metrics."""
@@ -82,7 +88,7 @@ class DriftGuards:
 
     def restore(self, state: Json) -> None:
         """What other settings asked for and these do not is left out."""
-        self.begin_anew()
+        self.detectors.clear()
         self.lengths = [int(length) for length in state.get("lengths", [])]
         kept = state.get("detectors", {})
         for signal in self.settings.watch:
@@ -102,9 +108,9 @@ class DriftGuards:
             for signal, value in self._of(rollout.behaviour):
                 if value is not None and signal in watch:
                     values.setdefault(signal, []).append(value)
-        if "unsolved" in watch and len(group) > 1:
-            solved = any(one.reward >= self.settings.solved_from for one in group)
-            values["unsolved"] = [not solved]
+        rewards = [one.reward for one in group if one.reward is not None]
+        if "unsolved" in watch and len(group) > 1 and len(rewards) == len(group):
+            values["unsolved"] = [max(rewards) < self.settings.solved_from]
         for signal, of in values.items():
             yield signal, sum(of) / len(of)
 

@@ -43,7 +43,8 @@ class _Arms:
 
 
 class PromotionGate:
-    """`tags`, `composed`: of the rollouts that training takes, which a canary is judged by."""
+    """`tags`: of the rollouts that training takes, which a canary is judged by. `composed`: whether
+    their rewards, and those of held-out ones, are sums (`latest_reward`)."""
 
     def __init__(
         self,
@@ -149,7 +150,7 @@ class PromotionGate:
     ) -> list[EvaluatedRollout]:
         if self._is_canary:
             return traffic_rollouts(connection, self._tags, versions, composed=self._composed)
-        return held_out_rollouts(connection, self._settings.tags, versions)
+        return held_out_rollouts(connection, self._settings.tags, versions, composed=self._composed)
 
     @property
     def _what(self) -> str:

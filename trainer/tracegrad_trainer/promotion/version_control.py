@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import Event, RLock, Thread
 from typing import Protocol
@@ -67,7 +67,8 @@ class Returning(Protocol):
 
 class VersionControl:
     """`check_checkpoint`: whether training can go on from a step's checkpoint (0: from the model
-    folder's weights); raises CheckpointError."""
+    folder's weights); raises CheckpointError. `wanted`: versions that a rollback may go to, or to
+    the newest ones before them; they stay on disk."""
 
     def __init__(
         self,
@@ -76,7 +77,9 @@ class VersionControl:
         *,
         run_id: str,
         check_checkpoint: Callable[[int], None],
+        wanted: Callable[[], Collection[int]] = tuple,
     ) -> None:
+        self._wanted = wanted
         self._settings = settings.promotion
         self._store = store
         self._run_id = run_id
@@ -235,7 +238,8 @@ class VersionControl:
             return True
         logger.info("%s by %s (%s): %s", decision.kind, decision.by, decision.reason, outcome)
         self._refresh()
-        self._prune()
+        if self._pusher is not None:  # before, nobody knows yet what is wanted
+            self._prune()
         return True
 
     def _try_again(self, decision: Decision, why: str) -> bool:
@@ -337,15 +341,17 @@ class VersionControl:
         self._store.note_version(event)
 
     def _prune(self) -> None:
-        """Removes those beyond `promotion.keep`."""
+        """Removes those beyond `promotion.keep` that nobody wants."""
         history = self._store.version_history()
+        wanted = {history.kept_before(version) for version in self._wanted()}
         kept = [one for one in history.records.values() if one.kept]
         newest = {one.version for one in kept[max(0, len(kept) - self._settings.keep) :]}
         for one in kept:
             promoted = history.promoted is not None and history.same_weights(
                 one.version, history.promoted
             )
-            if not (one.version in newest or one.pinned or one.serving or promoted):
+            stays = one.version in newest | wanted or one.pinned or one.serving or promoted
+            if not stays:
                 self._forget(history, one.version, "beyond_keep")
 
     def _forget(self, history: VersionHistory, version: int, why: str) -> None:

@@ -236,6 +236,7 @@ class ScoringRun:
                     self.scope.tags,
                     rewards_after=max(0, self._rewards_seen - COMMITTED_LATER),
                     rollout_ids=rollout_ids,
+                    held_out=self.scope.held_out,
                 )
             }
             # Of some that are named, the others of their groups are not looked at.

@@ -54,6 +54,7 @@ from tracegrad_trainer.rl.intake_report import IntakeReport, over_sample_of
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
 from tracegrad_trainer.rl.step_inputs import StepInputs
+from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +124,14 @@ class Coordinator:
         self.judging = None if judge is None else RewardJudge(judge, store)
         crashed = settings.rewards.agent_error
         tags = settings.data.tags
-        self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags)
+        held_out = settings.promotion.held_out
+        self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags, held_out)
         idle_s = settings.data.idle_s
-        self.idle_rollouts = None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags)
+        self.idle_rollouts = (
+            None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags, held_out)
+        )
         watched = settings.guards.action != "off"
-        self.drift = DriftWatch(settings.guards, store) if watched else None
+        self.drift = DriftWatch(settings.guards, store, self._unrewarded()) if watched else None
         self._alarmed = False  # by a guard, since training was let go on
         self.run_id = run_id(settings.state_dir)
         # The same after a restart: what a killed trainer had leased is its own again.
@@ -177,7 +181,7 @@ class Coordinator:
         no step.
         """
         deadline = time.monotonic() + self.supply.patience_s
-        while not self.stopping() and not self._alarmed:
+        while not self.stopping() and not self._alarm_of_unrewarded():
             more = self._lease()
             self._held += more
             if more and self.intake is not None and self.settings.refills:
@@ -243,7 +247,10 @@ class Coordinator:
         if self.drift is not None and self.drift.stops(groups):
             self._held = []
             self._alarmed = True
-            self._consume(groups, _every_turn(groups, DRIFT_GUARD))
+            if self.drift.consumes:
+                self._consume(groups, _every_turn(groups, DRIFT_GUARD))
+            else:
+                self._let_go(groups)  # trained when somebody lets training go on
             return None
         before = copy.deepcopy(self.memory)
         failed = self.store.failed_versions()
@@ -400,8 +407,27 @@ class Coordinator:
     def _drift(self, metrics: Json) -> dict[str, float]:
         if self.drift is None:
             return {}
-        self.drift.check_step(metrics)
+        self._alarmed |= self.drift.check_step(metrics)
         return self.drift.take_stats()
+
+    def _unrewarded(self) -> UnrewardedRollouts | None:
+        """None where what is in the store is all there is: nobody waits for a reward."""
+        if not self.supply.is_open:
+            return None
+        settings = self.settings
+        return UnrewardedRollouts(
+            self.store,
+            settings.data.tags,
+            settings.data.incomplete_after_s,
+            composed=settings.rewards.composes,
+            held_out=settings.promotion.held_out,
+        )
+
+    def _alarm_of_unrewarded(self) -> bool:
+        """Whether a guard stands in the way, also because of what nobody rewards."""
+        if not self._alarmed and self.drift is not None:
+            self._alarmed = self.drift.stops_unrewarded()
+        return self._alarmed
 
     def _late_rewards(self) -> dict[str, float]:
         """Those that came since the step before, and after training of their rollouts."""

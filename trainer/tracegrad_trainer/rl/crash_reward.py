@@ -19,15 +19,22 @@ LABEL = "rewards.agent_error"
 
 
 class CrashReward:
-    """Gives `value` to rollouts with these `tags` that ended with agent_error: an ordinary reward
-    event, once. One that somebody gives later counts instead, and one that was taken back stays
-    unknown."""
+    """Gives `value` to rollouts with these `tags`, and to held-out ones, that ended with
+    agent_error: an ordinary reward event, once. One that somebody gives later counts instead, and
+    one that was taken back stays unknown."""
 
-    def __init__(self, store: Store, value: float, tags: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        value: float,
+        tags: Mapping[str, str],
+        held_out: Mapping[str, str] | None = None,
+    ) -> None:
         self._store = store
         self._ledger = Ledger(store)
         self._value = value
         self._tags = tags
+        self._held_out = held_out
         self._asked = -_ASK_EVERY_S
 
     def apply(self, after_s: float) -> None:
@@ -36,7 +43,9 @@ class CrashReward:
         if time.monotonic() - self._asked < _ASK_EVERY_S:
             return
         self._asked = time.monotonic()
-        crashed = self._ledger.unrewarded(Outcome.AGENT_ERROR, tags=self._tags, after_s=after_s)
+        crashed = self._ledger.unrewarded(
+            Outcome.AGENT_ERROR, tags=self._tags, after_s=after_s, held_out=self._held_out
+        )
         if not crashed:
             return
         self._store.append([self._reward(rollout_id) for rollout_id in crashed])

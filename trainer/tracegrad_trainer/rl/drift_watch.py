@@ -1,9 +1,10 @@
-"""Guards at work: reads what a batch's rollouts did, and has training paused, or a version rolled
-back, before the batch is trained (`guards.action`)."""
+"""Guards at work: reads what rollouts did, of a batch before it is trained and of those that nobody
+rewards, and has training paused, or a version rolled back (`guards.action`)."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Json, Turn
@@ -13,30 +14,53 @@ from tracegrad.store.types import RolloutSample
 from tracegrad_trainer.guards import Alarm, DriftGuards, GuardSettings
 from tracegrad_trainer.guards.behaviour import behaviour_of
 from tracegrad_trainer.guards.drift import ObservedRollout
+from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
 
 logger = logging.getLogger(__name__)
 
 # Of turns that a guard kept from being trained (`inspect.reasons`).
 DRIFT_GUARD = "drift_guard"
+_BY = "guard:"  # signals follow, who decides
 
 
 class DriftWatch:
     """`state` moves with the batches that are trained, as advantages' memory does."""
 
-    def __init__(self, settings: GuardSettings, store: Store) -> None:
+    def __init__(
+        self, settings: GuardSettings, store: Store, unrewarded: UnrewardedRollouts | None = None
+    ) -> None:
+        """`unrewarded`: those that are watched beside the ones of batches."""
         self._settings = settings
         self._store = store
+        self._unrewarded = unrewarded
         self._guards = DriftGuards(settings)
         self._alarms = 0  # since the last step
+        self._stopped: frozenset[str] = frozenset()  # rollouts of the last alarm, if not consumed
 
     def stops(self, groups: Sequence[Group]) -> bool:
         """Whether these must not be trained; who asked for that has then been told. Raises
         StoreError."""
-        return self._act(self._guards.observe([self._seen(group.rollouts) for group in groups]))
+        fresh = [[one for one in group.rollouts if not self._was_seen(one)] for group in groups]
+        rewards = [{one.rollout_id: one.reward for one in rollouts} for rollouts in fresh]
+        if not self._observe([each for each in rewards if each]):
+            return False
+        if not self.consumes:
+            ids = (one.rollout_id for group in groups for one in group.rollouts)
+            self._stopped = frozenset(ids)  # to be let through next time
+        return True
 
-    def check_step(self, metrics: Mapping[str, float]) -> None:
-        """A step that was made; the next one may not be. Raises StoreError."""
-        self._act(self._guards.check_step(metrics.get("entropy"), metrics.get("kl_reference")))
+    def stops_unrewarded(self) -> bool:
+        """Whether nothing must be trained because of rollouts that nobody rewarded. Raises
+        StoreError."""
+        if self._unrewarded is None:
+            return False
+        groups = self._unrewarded.take()
+        return self._observe([{one.rollout_id: None for one in group} for group in groups])
+
+    def check_step(self, metrics: Mapping[str, float]) -> bool:
+        """Whether nothing must be trained after the step that was made. Raises StoreError."""
+        alarms = self._guards.check_step(metrics.get("entropy"), metrics.get("kl_reference"))
+        return self._act(alarms)
 
     def take_stats(self) -> dict[str, float]:
         """For the metrics of a step."""
@@ -45,23 +69,63 @@ class DriftWatch:
         return {"drift_alarms": float(alarms), "drift_evidence": max(shares, default=0.0)}
 
     def state(self) -> Json:
-        return self._guards.state()
+        unrewarded = {} if self._unrewarded is None else {"unrewarded": self._unrewarded.state()}
+        return self._guards.state() | unrewarded | {"at": time.time()}
 
     def restore(self, state: Json) -> None:
+        """Raises StoreError."""
         self._guards.restore(state)
+        if (at := state.get("at")) is not None:
+            self._guards.forget(self._let_go_on(at))
+        if self._unrewarded is not None and "unrewarded" in state:
+            self._unrewarded.restore(state["unrewarded"])
 
-    def _seen(self, rollouts: Sequence[RolloutSample]) -> list[ObservedRollout]:
+    def good_versions(self) -> set[int]:
+        """That must stay on disk, or the newest ones before them: a rollback may go there."""
+        return self._guards.good_versions() if self._settings.action == "rollback" else set()
+
+    @property
+    def consumes(self) -> bool:
+        """Whether what was stopped is not to be trained later either: the policy that sampled it
+        is given up."""
+        return self._settings.action == "rollback"
+
+    def _was_seen(self, rollout: RolloutSample) -> bool:
+        if rollout.rollout_id in self._stopped:
+            return True
+        return self._unrewarded is not None and self._unrewarded.was_given(rollout.rollout_id)
+
+    def _let_go_on(self, since: float) -> set[str]:
+        """Signals of alarms since then after which somebody let training go on as it was. A
+        rollback takes what is usual back to what it was, with the weights."""
+        asked: set[str] = set()
+        found: set[str] = set()
+        for one in self._store.decisions():
+            if one.created_at <= since or one.refused is not None:
+                continue
+            if one.kind == "pause" and one.by.startswith(_BY):
+                asked |= set(one.by.removeprefix(_BY).split(","))
+            elif one.kind == "resume":
+                found |= asked
+                asked = set()
+            elif one.kind == "rollback":
+                asked, found = set(), set()
+        return found
+
+    def _observe(self, groups: Sequence[Mapping[str, float | None]]) -> bool:
+        """Rewards by rollout id, of groups."""
+        return bool(groups) and self._act(self._guards.observe(list(map(self._read, groups))))
+
+    def _read(self, rewards: Mapping[str, float | None]) -> list[ObservedRollout]:
         # Leased turns come without their requests, which the store keeps as differences.
         with self._store.reading() as connection:
-            turns = load_turns(
-                connection, [one.rollout_id for one in rollouts], expert_routing=False
-            )
-        return [self._observed(one, turns[one.rollout_id]) for one in rollouts]
+            turns = load_turns(connection, list(rewards), expert_routing=False)
+        return [self._observed(turns[name], reward) for name, reward in rewards.items()]
 
-    def _observed(self, rollout: RolloutSample, turns: Sequence[Turn]) -> ObservedRollout:
-        versions = [version for turn in rollout.turns for version, _ in turn.policy_versions]
+    def _observed(self, turns: Sequence[Turn], reward: float | None) -> ObservedRollout:
+        versions = [version for turn in turns for version, _ in turn.policy_versions]
         behaviour = behaviour_of(turns, self._settings.refusals)
-        return ObservedRollout(behaviour, max(versions, default=0), rollout.reward)
+        return ObservedRollout(behaviour, max(versions, default=0), reward)
 
     def _act(self, alarms: Sequence[Alarm]) -> bool:
         if not alarms:
@@ -71,14 +135,22 @@ class DriftWatch:
             logger.warning("drift guard: %s", alarm.message)
         if self._settings.action == "warn":
             return False
-        by = "guard:" + ",".join(alarm.signal for alarm in alarms)
+        by = _BY + ",".join(alarm.signal for alarm in alarms)
         reason = "; ".join(alarm.message for alarm in alarms)
         # Paused in any case: a rollback may be refused, where no earlier version is kept.
         self._store.decide(Decision(kind="pause", by=by, reason=reason))
         if self._settings.action == "rollback":
-            good = [alarm.last_good for alarm in alarms if alarm.last_good is not None]
-            version = min(good, default=None)
-            self._store.decide(
-                Decision(kind="rollback", version=version, training="pause", by=by, reason=reason)
+            decision = Decision(
+                kind="rollback",
+                version=self._version_before(alarms),
+                training="pause",
+                by=by,
+                reason=reason,
             )
+            self._store.decide(decision)
         return True
+
+    def _version_before(self, alarms: Sequence[Alarm]) -> int | None:
+        """None: as for a rollback without a version, which says why there is none."""
+        good = [alarm.last_good for alarm in alarms if alarm.last_good is not None]
+        return self._store.version_history().kept_before(min(good)) if good else None

@@ -62,8 +62,13 @@ class ServeWorker:
         def check(step: int) -> None:
             checkpoint_of_step(store, settings, step)
 
+        drift = training.leading.drift
         control = VersionControl(
-            settings, store, run_id=training.leading.run_id, check_checkpoint=check
+            settings,
+            store,
+            run_id=training.leading.run_id,
+            check_checkpoint=check,
+            wanted=tuple if drift is None else drift.good_versions,
         )
         training.hold = control.hold
         training.leading.committing = control.committing

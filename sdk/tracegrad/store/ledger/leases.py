@@ -31,6 +31,7 @@ from tracegrad.store.expressions import (
     has_turns,
     is_held_out,
     is_idle,
+    is_rewardable,
     latest_reward,
     newest_reward,
     training_state,
@@ -148,10 +149,14 @@ def reopened_rollouts(connection: Connection, groups: Sequence[Sequence[ReadyRol
 
 
 def unrewarded_rollouts(
-    connection: Connection, outcome: Outcome, tags: Mapping[str, str], before: float
+    connection: Connection,
+    outcome: Outcome,
+    tags: Mapping[str, str],
+    before: float,
+    held_out: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Ended so before `before`, with turns, and nobody said what they were worth, nor took it
-    back; the oldest of them."""
+    """As `is_rewardable` has it: ended so before `before`, with turns, and nobody said what they
+    were worth, nor took it back; the oldest of them."""
     told = exists().where(
         Rewards.rollout_id == Rollouts.rollout_id,
         Rewards.name == MAIN_REWARD_NAME,
@@ -165,7 +170,7 @@ def unrewarded_rollouts(
             Rollouts.outcome == outcome,
             ~told.correlate(Rollouts),
             has_turns(),
-            has_tags(tags),
+            is_rewardable(tags, held_out),
         )
         .order_by(Rollouts.finished_at, Rollouts.rollout_id)
         .limit(MOST_UNREWARDED)

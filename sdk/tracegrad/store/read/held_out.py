@@ -30,11 +30,15 @@ class EvaluatedRollout:
 
 
 def held_out_rollouts(
-    connection: Connection, tags: Mapping[str, str], versions: Collection[int]
+    connection: Connection,
+    tags: Mapping[str, str],
+    versions: Collection[int],
+    *,
+    composed: bool = False,
 ) -> list[EvaluatedRollout]:
     """Those that are marked as held out or carry all `tags`, and of which one of `versions` sampled
-    a turn's last token; by their end."""
-    return _rollouts(connection, is_held_out(tags), versions)
+    a turn's last token; by their end. `composed`: as `latest_reward` has it."""
+    return _rollouts(connection, is_held_out(tags), versions, composed=composed)
 
 
 def traffic_rollouts(
@@ -44,8 +48,7 @@ def traffic_rollouts(
     *,
     composed: bool = False,
 ) -> list[EvaluatedRollout]:
-    """As `held_out_rollouts`, of all others that training may take by `tags`. `composed`: as
-    `latest_reward` has it."""
+    """As `held_out_rollouts`, of all others that training may take by `tags`."""
     return _rollouts(connection, is_selected(tags), versions, composed=composed)
 
 

@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from tracegrad.store.expressions import (
     SCORED_OUTCOMES,
-    has_tags,
     has_turns,
     is_last_scoring,
+    is_rewardable,
 )
 from tracegrad.store.models import Rewards, Rollouts, Scorings, Turns
 from tracegrad.store.rows import rows_of_keys, select_fields
@@ -66,11 +66,12 @@ def scoring_candidates(
     *,
     rewards_after: int,
     rollout_ids: Collection[str] | None = None,
+    held_out: Mapping[str, str] | None = None,
 ) -> list[ScoringCandidate]:
-    """The oldest first: rollouts with `tags` and turns that ended and that no training took; open
-    ones that have a composed reward from an earlier end; and those that training took and that were
-    given a reward, with a number above `rewards_after`, since their last one was composed.
-    `rollout_ids`: of these alone."""
+    """The oldest first, as `is_rewardable` has it: rollouts with turns that ended and that no
+    training took; open ones that have a composed reward from an earlier end; and those that
+    training took and that were given a reward, with a number above `rewards_after`, since their
+    last one was composed. `rollout_ids`: of these alone."""
     finished = and_(Rollouts.finished_at.is_not(None), Rollouts.outcome.in_(SCORED_OUTCOMES))
     given, composed = (
         select(func.max(Rewards.seq))
@@ -97,7 +98,7 @@ def scoring_candidates(
             newest.correlate(Rollouts).scalar_subquery().label("newest_scoring"),
         )
         .where(
-            has_tags(tags),
+            is_rewardable(tags, held_out),
             or_(
                 and_(~is_consumed, finished, has_turns()),
                 and_(~is_consumed, Rollouts.finished_at.is_(None), composed.is_not(None)),

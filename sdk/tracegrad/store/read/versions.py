@@ -60,6 +60,7 @@ class VersionHistory:
     # The last rollback that was acted on: training goes on from its version until a step of that is
     # committed.
     rollback: Decision | None = None
+    refused: list[Decision] = field(default_factory=list)  # that nothing was done about
 
     def same_weights(self, first: int, second: int) -> bool:
         return self.records[first].weights_step == self.records[second].weights_step
@@ -71,6 +72,20 @@ class VersionHistory:
 
     def kept(self) -> list[int]:
         return [one.version for one in self.records.values() if one.kept]
+
+    def kept_before(self, version: int) -> int | None:
+        """The newest that was served well and is kept, `version` or one before it; else the
+        promoted one, if it is kept. None: neither is."""
+        good = ("served", "candidate", "promoted", "lost")
+        found = [
+            one.version
+            for one in self.records.values()
+            if one.kept and one.state in good and one.version <= version
+        ]
+        if found:
+            return max(found)
+        promoted = self.promoted
+        return promoted if promoted is not None and self.records[promoted].kept else None
 
     def rollback_target(self) -> int:
         """What a rollback without a version goes to: the promoted one, unless it is served; else
@@ -117,6 +132,8 @@ def version_history(connection: Connection) -> VersionHistory:
     for decision in load(connection, Decision, acted.order_by(Decisions.seq)):
         if decision.refused is None:
             _apply_decision(history, decision)
+        else:
+            history.refused.append(decision)
     _find_lost(connection, history)
     _name_states(history)
     history.records = dict(sorted(history.records.items()))

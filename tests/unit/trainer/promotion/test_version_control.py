@@ -40,6 +40,28 @@ def test_pinned_and_promoted_ones_stay(store: Store, tmp_path: Path) -> None:
     assert run.kept() == [1, 4]
 
 
+def test_those_that_a_guard_may_ask_for_stay(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path, keep=1)
+    run.no_checkpoint = {3}
+    run.serve(0, 1)
+    run.wanted = {3, 1}  # of 3 there is nothing on disk: the newest before it has to do
+    run.serve(2, 3, 4, 5)
+    assert run.kept() == [1, 2, 5]
+    run.wanted = set()
+    run.serve(6)
+    assert run.kept() == [6]
+
+
+def test_nothing_is_pruned_before_guards_remember(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path, keep=1)
+    run.wanted = {0}
+    run.serve(0, 1, 2)
+    run.wanted = set()  # a guard's state is restored after what was decided meanwhile
+    store.decide(Decision(kind="pin", version=2, by="ann@host", reason="for later"))
+    run.begin_again()
+    assert run.kept() == [0, 2]
+
+
 def test_a_rollback_serves_the_weights_themselves_and_ends_the_ranks(
     store: Store, tmp_path: Path
 ) -> None:

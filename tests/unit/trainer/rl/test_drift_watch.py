@@ -1,21 +1,28 @@
-"""Guards in front of a batch: what drifted is not trained, and who asked for it is told so."""
+"""Guards in front of a batch, and over what nobody rewards: what drifted is not trained, and who
+asked for it is told so."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support.store.events import make_turn, rollout_events
-from tracegrad.events import Event
-from tracegrad.store import Ledger, Store
+from support.trainer.kept_versions import ServedRun
+from tracegrad.events import Event, Reward
+from tracegrad.store import Decision, Ledger, Store
 from tracegrad.store.types import Group
 from tracegrad_trainer.guards import GuardSettings
 from tracegrad_trainer.rl.drift_watch import DriftWatch
+from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
 
 ASKS, ANSWERS = "Shall I?", "Done."
+
+ROLLBACK = GuardSettings(baseline=16, action="rollback")
 
 
 @pytest.fixture
@@ -24,11 +31,13 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def groups_of(store: Store, reply: str, *, first: int, groups: int, version: int) -> list[Group]:
-    """Leased ones of four rollouts, each of which ends with `reply`."""
+def rollouts(
+    reply: str, *, first: int, groups: int, version: int, size: int = 4, rewarded: bool = True
+) -> list[Event]:
+    """Groups of finished ones, each of which ends with `reply`."""
     events: list[Event] = []
     for number in range(first, first + groups):
-        for attempt in range(4):
+        for attempt in range(size):
             name = f"{number}-{attempt}"
             turn = make_turn(
                 f"t{name}",
@@ -37,9 +46,16 @@ def groups_of(store: Store, reply: str, *, first: int, groups: int, version: int
                 request={"model": "m", "messages": [{"role": "user", "content": "Rename x."}]},
                 response={"choices": [{"message": {"role": "assistant", "content": reply}}]},
             )
-            whole = rollout_events(name, task=f"task {number}", reward=attempt % 2, turns=0)
+            reward = float(attempt % 2) if rewarded else None
+            task = f"task {number}" if size > 1 else None
+            whole = rollout_events(name, task=task, reward=reward, turns=0, at=time.time() - 1)
             events += [whole[0], turn, *whole[1:]]
-    store.append(events)
+    return events
+
+
+def groups_of(store: Store, reply: str, *, first: int, groups: int, version: int) -> list[Group]:
+    """Leased ones of four rollouts."""
+    store.append(rollouts(reply, first=first, groups=groups, version=version))
     leased = Ledger(store).lease(groups=groups, group_size=4, owner="me", ttl_s=60)
     assert len(leased) == groups
     return leased
@@ -67,20 +83,133 @@ def test_training_is_paused(store: Store) -> None:
     assert "since version 2, against 0% before" in pause.reason
 
 
-def test_the_last_good_version_is_asked_for(store: Store) -> None:
-    assert drifted(store, DriftWatch(GuardSettings(baseline=16, action="rollback"), store))
-    pause, rollback = store.decisions()
-    assert pause.kind == "pause"
-    assert (rollback.kind, rollback.version, rollback.training) == ("rollback", 1, "pause")
+@pytest.mark.parametrize(
+    ("keep", "gone_back_to"),
+    [(5, 1), (2, 0)],  # of two there are versions 2 and 3, and the promoted one
+)
+def test_the_last_good_version_is_served_again(
+    store: Store, tmp_path: Path, keep: int, gone_back_to: int
+) -> None:
+    run = ServedRun(store, tmp_path, keep=keep)
+    run.serve(0)
+    run.decide("promote", 0)
+    run.serve(1, 2, 3)
+    assert drifted(store, DriftWatch(ROLLBACK, store))
+    pause, rollback = store.decisions()[1:]
+    assert (pause.kind, rollback.kind, rollback.training) == ("pause", "rollback", "pause")
+    run.control.look()
+    assert store.decisions()[-1].refused is None
+    assert store.current_version() == gone_back_to
+
+
+def test_a_rollback_with_nowhere_to_go_is_refused_and_training_stays_paused(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path, keep=1)
+    run.serve(0, 1, 2, 3)
+    assert drifted(store, DriftWatch(ROLLBACK, store))
+    run.control.look()
+    [refused] = store.version_history().refused
+    assert "no good version before 3 is kept on disk" in str(refused.refused)
+    assert store.training_pause() is not None
+
+
+def test_versions_that_may_be_asked_for_are_named(store: Store) -> None:
+    watch = DriftWatch(ROLLBACK, store)
+    assert watch.good_versions() == set()
+    watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=4))
+    watch.stops(groups_of(store, ASKS, first=20, groups=2, version=5))
+    watch.stops(groups_of(store, ASKS, first=22, groups=2, version=6))
+    assert watch.good_versions() == {4, 5}, "of the signal that rises, and of calm ones"
+    assert DriftWatch(GuardSettings(action="pause"), store).good_versions() == set()
+
+
+def test_what_was_stopped_is_let_through_when_training_goes_on(store: Store) -> None:
+    watch = DriftWatch(GuardSettings(baseline=16, action="pause"), store)
+    assert not watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=1))
+    asking = groups_of(store, ASKS, first=20, groups=20, version=2)
+    assert watch.stops(asking)
+    assert not watch.stops(asking)
+
+
+# Those that nobody rewards
+
+
+def unrewarded(store: Store) -> UnrewardedRollouts:
+    """Looks whenever it is asked, without patience."""
+    found = UnrewardedRollouts(store, {}, 0.0)
+    found.ask_every_s = 0.0
+    found.take()  # those that end from now on
+    return found
+
+
+def test_a_hack_that_gets_no_reward_is_seen(store: Store) -> None:
+    """Thumbs are given to one reply in three; to a broken one, never."""
+    watch = DriftWatch(GuardSettings(baseline=16, action="pause"), store, unrewarded(store))
+    well = {"version": 1, "size": 1, "groups": 80}
+    store.append(rollouts(ANSWERS, first=0, **well))  # type: ignore[arg-type]
+    store.append(rollouts(ANSWERS, first=80, rewarded=False, **well))  # type: ignore[arg-type]
+    rewarded = Ledger(store).lease(groups=80, group_size=1, owner="me", ttl_s=60)
+    assert len(rewarded) == 80
+    assert not watch.stops(rewarded)
+    assert not watch.stops_unrewarded()
+    store.append(rollouts(ASKS, first=200, groups=80, version=2, size=1, rewarded=False))
+    assert watch.stops_unrewarded()
+    assert [one.by for one in store.decisions()] == ["guard:questions"]
+
+
+def test_each_is_looked_at_once_and_attempts_at_a_task_together(store: Store) -> None:
+    looked = unrewarded(store)
+    store.append(rollouts(ASKS, first=0, groups=2, version=0, rewarded=False))
+    store.append(rollouts(ASKS, first=2, groups=1, version=0, size=1, rewarded=False))
+    groups = looked.take()
+    assert sorted(len(group) for group in groups) == [1, 4, 4]
+    assert looked.take() == []
+    other = UnrewardedRollouts(store, {}, 0.0)
+    other.restore(looked.state())
+    assert other.take() == []
+    # A thumb that comes late makes it a batch's, not another value.
+    store.append([Reward(rollout_id="2-0", value=1.0)])
+    late = Ledger(store).lease(groups=1, group_size=1, owner="me", ttl_s=60, at_least=1)
+    watch = DriftWatch(GuardSettings(baseline=16), store, looked)
+    before = watch.state()["detectors"]
+    assert not watch.stops(late)
+    assert watch.state()["detectors"] == before
+
+
+def test_who_may_still_be_rewarded_is_waited_for(store: Store) -> None:
+    looked = UnrewardedRollouts(store, {}, 1000.0)
+    looked.ask_every_s = 0.0
+    looked.take()
+    store.append(rollouts(ASKS, first=0, groups=1, version=0, rewarded=False))
+    assert looked.take() == []
 
 
 def test_steps_own_figures(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     watch = DriftWatch(GuardSettings(action="pause", min_entropy=0.1), store)
-    watch.check_step({"entropy": 0.2})
+    assert not watch.check_step({"entropy": 0.2})
     assert store.decisions() == []
-    watch.check_step({"entropy": 0.05})
+    assert watch.check_step({"entropy": 0.05})
     assert [decision.by for decision in store.decisions()] == ["guard:entropy"]
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+def test_what_somebody_let_go_on_is_usual_after_a_restart(store: Store, rolled_back: bool) -> None:
+    """Unless they went back: what is usual is then what it was."""
+    settings = GuardSettings(baseline=16, action="pause")
+    watch = DriftWatch(settings, store)
+    watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=1))
+    kept = watch.state()
+    assert watch.stops(groups_of(store, ASKS, first=20, groups=20, version=2))
+    made: dict[str, Any] = {"by": "ann@host", "reason": "they may ask"}
+    if rolled_back:
+        store.decide(Decision(kind="rollback", version=0, training="pause", **made))
+    store.decide(Decision(kind="resume", **made))
+    again = DriftWatch(settings, store)
+    again.restore(kept)
+    asking = groups_of(store, ASKS, first=40, groups=20, version=2)
+    assert again.stops(asking) is rolled_back
 
 
 def test_what_was_seen_is_kept_with_a_checkpoint(store: Store) -> None:
