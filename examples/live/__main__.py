@@ -19,9 +19,10 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from examples.shop.screen import Screen
@@ -130,7 +131,12 @@ def _table(results: Sequence[tuple[str, Result]]) -> Table:
 
 
 def _summary(results: Sequence[tuple[str, Result]]) -> dict[str, object]:
+    """`success_*`: the mean approval of seeds, before training and when all was over."""
+    seeds = [result for name, result in results if name.startswith("seed")]
     return {
+        "success_before": _mean(result.approval("before") for result in seeds),
+        "success_after": _mean(result.approval("at the end") for result in seeds),
+    } | {
         name: {
             **{moment.name: round(moment.approval, 3) for moment in result.moments},
             "caught": None if result.caught is None else asdict(result.caught),
@@ -141,6 +147,13 @@ def _summary(results: Sequence[tuple[str, Result]]) -> dict[str, object]:
         }
         for name, result in results
     }
+
+
+def _mean(approvals: Iterable[float | None]) -> float | None:
+    """None: one was not measured, because its run ended before."""
+    found = list(approvals)
+    known = [approval for approval in found if approval is not None]
+    return round(fmean(known), 3) if known and len(known) == len(found) else None
 
 
 def _options() -> argparse.Namespace:

@@ -46,8 +46,6 @@ SERVE: Mapping[str, object] = {
     "vllm.max_model_len": 256,
     "vllm.kv_cache_memory_bytes": 128 << 20,
     "guards.action": "rollback",
-    "promotion.keep": 200,
-    "checkpoint.keep": 200,
 }
 
 

@@ -91,6 +91,13 @@ def without(name: str) -> list[Moment]:
     return [moment for moment in GOOD.moments if moment.name != name]
 
 
+def test_the_last_line_says_what_training_did() -> None:
+    summary = live._summary([("seed 0", GOOD), ("seed 1", GOOD), ("thumbs that say nothing", GOOD)])
+    assert (summary["success_before"], summary["success_after"]) == (0.4, 0.86)
+    cut = replace(GOOD, moments=without("at the end"))
+    assert live._summary([("seed 0", GOOD), ("seed 1", cut)])["success_after"] is None
+
+
 def test_a_good_end() -> None:
     assert live.problems("seed 0", GOOD) == []
 

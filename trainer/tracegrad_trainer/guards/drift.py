@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from tracegrad_trainer.guards.drift_detector import Drift, DriftDetector
 # inverse of it times the shortest.
 _LENGTH_FACTOR = 2.0
 _TAIL = 0.05
+_RECENT = 32
 _LENGTHS: tuple[Signal, ...] = ("long_replies", "short_replies")
 
 
@@ -35,11 +37,13 @@ class Alarm:
 
 @dataclass(slots=True)
 class DriftGuards:
-    """A detector a signal. `lengths` are the baseline's, until there are enough."""
+    """A detector a signal. `lengths` are the baseline's, until there are enough; `recent` the
+    oldest versions of the groups seen last: of those to come, rises may begin there too."""
 
     settings: GuardSettings
     detectors: dict[str, DriftDetector] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
+    recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def observe(self, groups: Sequence[Sequence[ObservedRollout]]) -> list[Alarm]:
         """One alarm at most a signal. After it the signal begins with a new baseline: what drifted
@@ -48,6 +52,7 @@ class DriftGuards:
         for group in groups:
             # Of several versions the oldest: a rollback that goes too far costs little.
             since = min((rollout.version for rollout in group), default=0)
+            self.recent.append(since)
             for signal, share in self.group_shares(group):
                 drift = self._detector(signal).add(share, since)
                 if drift is not None:
@@ -73,10 +78,11 @@ class DriftGuards:
             self.detectors.pop(signal, None)
 
     def good_versions(self) -> set[int]:
-        """Those that an alarm may ask for if what seems to rise now goes on: each the last one
-        before a rise."""
+        """Those that an alarm may ask for soon: each the last one before a rise, of what seems to
+        rise now or may begin to."""
         detectors = [*self.detectors.values()]  # at once: another thread may ask
-        return {began - 1 for one in detectors for began in one.began if began > 0}
+        began = {version for one in detectors for version in one.began} | {*self.recent.copy()}
+        return {version - 1 for version in began if version > 0}
 
     def shares(self) -> dict[str, float]:
         """Evidence of each signal over its limit: 1 is an alarm. For metrics."""
@@ -84,11 +90,13 @@ class DriftGuards:
 
     def state(self) -> Json:
         detectors = {name: one.state() for name, one in self.detectors.items()}
-        return {"detectors": detectors, "lengths": list(self.lengths)}
+        lists = {"lengths": list(self.lengths), "recent": list(self.recent)}
+        return {"detectors": detectors, **lists}
 
     def restore(self, state: Json) -> None:
         """What other settings asked for and these do not is left out."""
         self.detectors.clear()
+        self.recent = deque(state.get("recent", []), _RECENT)
         self.lengths = [int(length) for length in state.get("lengths", [])]
         kept = state.get("detectors", {})
         for signal in self.settings.watch:

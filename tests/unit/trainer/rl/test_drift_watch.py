@@ -120,7 +120,12 @@ def test_versions_that_may_be_asked_for_are_named(store: Store) -> None:
     watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=4))
     watch.stops(groups_of(store, ASKS, first=20, groups=2, version=5))
     watch.stops(groups_of(store, ASKS, first=22, groups=2, version=6))
-    assert watch.good_versions() == {4, 5}, "of the signal that rises, and of calm ones"
+    assert watch.good_versions() == {3, 4, 5}, "where the rise began, and of the last 32 groups"
+    watch.stops(groups_of(store, ANSWERS, first=24, groups=60, version=9))
+    assert watch.good_versions() == {8}
+    again = DriftWatch(ROLLBACK, store)
+    again.restore(watch.state())
+    assert again.good_versions() == {8}
     assert DriftWatch(GuardSettings(action="pause"), store).good_versions() == set()
 
 
