@@ -54,7 +54,7 @@ def is_rewardable(
     tags: Mapping[str, str], held_out: Mapping[str, str] | None = None
 ) -> ColumnElement[bool]:
     """Of `Rollouts`: training that selects by `tags` may take it, or it is for evaluation
-    (`is_held_out(held_out)`), whatever its other tags: either needs its end and its reward."""
+    (`is_held_out(held_out)`), whatever its other tags: either needs a reward."""
     return or_(has_tags(tags), is_held_out(held_out))
 
 

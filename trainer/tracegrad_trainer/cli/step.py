@@ -106,8 +106,7 @@ def _run(
 def _scored(settings: TrainerSettings, store: Store) -> str:
     """All that ended, before the ranks look for rewards. Raises StartError."""
     if settings.data.idle_s is not None:
-        tags, held_out = settings.data.tags, settings.promotion.held_out
-        IdleRollouts(Ledger(store), settings.data.idle_s, tags, held_out).close_all()
+        IdleRollouts(Ledger(store), settings.data.idle_s, settings.data.tags).close_all()
     try:
         return describe_totals(score_now(store, settings.rewards, scoring_scope(settings)))
     except ValueError as error:

@@ -127,9 +127,7 @@ class Coordinator:
         held_out = settings.promotion.held_out
         self.crash_reward = None if crashed is None else CrashReward(store, crashed, tags, held_out)
         idle_s = settings.data.idle_s
-        self.idle_rollouts = (
-            None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags, held_out)
-        )
+        self.idle_rollouts = None if idle_s is None else IdleRollouts(self.ledger, idle_s, tags)
         watched = settings.guards.action != "off"
         self.drift = DriftWatch(settings.guards, store, self._unrewarded()) if watched else None
         self._alarmed = False  # by a guard, since training was let go on

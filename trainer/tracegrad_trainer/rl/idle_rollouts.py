@@ -16,20 +16,13 @@ _ASK_EVERY_S = 1.0
 
 
 class IdleRollouts:
-    """Closes those with these `tags`, and held-out ones, that had no call for `idle_s` seconds.
-    Several trainers of a store may do so at once: each rollout is closed by one of them."""
+    """Closes those with these `tags` that had no call for `idle_s` seconds. Several trainers of a
+    store may do so at once: each rollout is closed by one of them."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        idle_s: float,
-        tags: Mapping[str, str],
-        held_out: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, ledger: Ledger, idle_s: float, tags: Mapping[str, str]) -> None:
         self._ledger = ledger
         self._idle_s = idle_s
         self._tags = tags
-        self._held_out = held_out
         self._asked = -_ASK_EVERY_S
 
     def close_some(self) -> None:
@@ -45,7 +38,7 @@ class IdleRollouts:
             pass
 
     def _close(self) -> int:
-        closed = self._ledger.close_idle(self._idle_s, tags=self._tags, held_out=self._held_out)
+        closed = self._ledger.close_idle(self._idle_s, tags=self._tags)
         if closed:
             logger.info(
                 "%s closed after %g s without a call (data.idle_s)",

@@ -14,13 +14,7 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import Connection, Select, func, select, true, update
 
 from tracegrad.events import Outcome
-from tracegrad.store.expressions import (
-    has_tags,
-    is_idle,
-    is_left_open,
-    is_rewardable,
-    newest_turn,
-)
+from tracegrad.store.expressions import has_tags, is_idle, is_left_open, newest_turn
 from tracegrad.store.models import Rollouts
 from tracegrad.store.types import InferredOpen
 
@@ -30,16 +24,8 @@ MOST_CLOSED = 1_000
 MOST_LOOKED_AT = 1_000
 
 
-def idle_query(
-    tags: Mapping[str, str],
-    before: float,
-    most: int,
-    *,
-    held_out: Mapping[str, str] | None = None,
-) -> Select[str]:
-    """As `is_rewardable` has it."""
-    which = is_rewardable(tags, held_out)
-    return select(Rollouts.rollout_id).where(is_idle(before), which).limit(most)
+def idle_query(tags: Mapping[str, str], before: float, most: int) -> Select[str]:
+    return select(Rollouts.rollout_id).where(is_idle(before), has_tags(tags)).limit(most)
 
 
 def count_idle(connection: Connection, tags: Mapping[str, str], before: float) -> int:

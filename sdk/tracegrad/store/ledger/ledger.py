@@ -170,21 +170,13 @@ class Ledger:
             before = statements.server_time(connection) - after_s
             return unrewarded_rollouts(connection, outcome, tags or {}, before, held_out)
 
-    def close_idle(
-        self,
-        idle_s: float,
-        *,
-        tags: Mapping[str, str] | None = None,
-        held_out: Mapping[str, str] | None = None,
-    ) -> list[str]:
-        """Ends rollouts with `tags`, or held out, that nobody opened and that had no call for
-        `idle_s` seconds, `MOST_CLOSED` at most: completed, and `Rollouts.idle_s` says that it was
-        inferred. A call that comes later opens them again, until they are leased. Returns which
-        ones."""
+    def close_idle(self, idle_s: float, *, tags: Mapping[str, str] | None = None) -> list[str]:
+        """Ends rollouts that nobody opened and that had no call for `idle_s` seconds, `MOST_CLOSED`
+        at most: completed, and `Rollouts.idle_s` says that it was inferred. A call that comes later
+        opens them again, until they are leased. Returns which ones."""
         with self._store.reading() as connection:
             before = statements.server_time(connection) - idle_s
-            query = idle_query(tags or {}, before, MOST_CLOSED, held_out=held_out)
-            found = list(connection.scalars(query))
+            found = list(connection.scalars(idle_query(tags or {}, before, MOST_CLOSED)))
 
         def close(connection: Connection) -> list[str]:
             now = statements.server_time(connection)

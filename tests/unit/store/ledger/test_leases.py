@@ -256,6 +256,13 @@ def test_rollouts_of_whose_worth_nobody_said_anything(store: Store) -> None:
     crashed = Outcome.AGENT_ERROR
     assert ledger.unrewarded(crashed) == ["old", "turns", "new"]
     assert ledger.unrewarded(crashed, tags={"split": "train"}) == ["new"]
+    # A crash of a candidate's is one that the gate must see, whatever else training selects.
+    store.append(rollout_events("tagged", **crash, at=3000.0, tags={"split": "held_out"}))
+    store.append(rollout_events("marked", **crash, at=4000.0, held_out=True))
+    only = {"tags": {"split": "train"}}
+    assert ledger.unrewarded(crashed, **only) == ["new", "marked"]
+    held_out = {"split": "held_out"}
+    assert ledger.unrewarded(crashed, **only, held_out=held_out) == ["new", "tagged", "marked"]
     assert ledger.unrewarded(crashed, after_s=time.time()) == []
     assert ledger.unrewarded(Outcome.COMPLETED) == ["fine"]
 

@@ -14,6 +14,7 @@ from support.store.events import make_turn, rollout_events
 from support.trainer import scorers
 from tracegrad.events import Outcome, Reward
 from tracegrad.store import Ledger, Store
+from tracegrad.store.read.held_out import held_out_rollouts
 from tracegrad.store.types import COMPOSED_SOURCE, SCORER_SOURCE
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.rewards.functions import FunctionUnusable
@@ -85,6 +86,28 @@ def test_a_functions_number_is_a_part_and_the_sum_the_reward(store: Store, calls
     groups = Ledger(store).lease(groups=1, group_size=2, owner="me", ttl_s=60, composed=True)
     assert {each.rollout_id: each.reward for each in groups[0].rollouts} == {"r1": 1.0, "r2": 0.0}
     assert Counter(calls.read_text().split("\n")[:-1]) == {"resolved r1": 1, "resolved r2": 1}
+
+
+@pytest.mark.databases("sqlite")
+def test_held_out_ones_are_scored_whatever_training_selects(store: Store, calls: Path) -> None:
+    """A gate waits for their sums, and takes no part of one for it."""
+    only, held_out = {"split": "train"}, {"split": "held_out"}
+    add(store, "marked", held_out=True)
+    add(store, "tagged", tags=held_out)
+    add(store, "trained", tags=only)
+    add(store, "other")
+
+    def judged(composed: bool) -> dict[str, float]:
+        with store.reading() as connection:
+            found = held_out_rollouts(connection, held_out, [0], composed=composed)
+        return {each.rollout_id: each.reward for each in found}
+
+    store.append([Reward(rollout_id="tagged", value=0.5)])
+    assert judged(composed=False) == {"tagged": 0.5}
+    assert judged(composed=True) == {}
+    assert score(store, settings("resolved"), tags=only, held_out=held_out).scored == 3
+    assert sorted(judged(composed=True)) == ["marked", "tagged"]
+    assert store.rewards("other") == []
 
 
 @pytest.mark.databases("sqlite")
