@@ -172,7 +172,9 @@ def _overview(status: RunStatus) -> PlainTable:
     shown.add_row("policy version", version)
     if status.push is not None and status.push["paused_s"] is not None:
         took, paused = status.push["seconds"], status.push["paused_s"]
-        shown.add_row("last push", f"{took:.2f} s, of it {paused:.2f} s without a token")
+        held = status.push["held_s"]
+        waited = "" if held is None else f"; new calls waited {held:.2f} s"
+        shown.add_row("last push", f"{took:.2f} s, of it {paused:.2f} s without a token{waited}")
     if status.push is not None and (gap := status.push["gap"]):
         sizes = f"{gap['mean']:.1e} on average, {gap['max']:.1e} at most"
         shown.add_row("gap after push", f"{sizes} (nats, served against trained){_bounds(gap)}")

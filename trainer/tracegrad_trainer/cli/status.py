@@ -65,7 +65,7 @@ class RunStatus:
     intake: Json | None  # paced, rollouts, reason, silent_for_s, places, waited_s; None: none asks
     resampled: Json | None  # live prompts, by this worker: prompts, rollouts, failed, unusable
     evaluator: Json | None  # tasks of the gate, by this worker: version, passes, failed, error
-    push: Json | None  # the last push that served: version, seconds, paused_s, gap
+    push: Json | None  # the last push that served: version, seconds, paused_s, held_s, gap
 
     def as_json(self) -> Json:
         return asdict(self)
@@ -263,6 +263,7 @@ def _push(events: list[PolicyVersion]) -> Json | None:
         "version": served[-1].version,
         "seconds": sum(detail.get("seconds", {}).values()),
         "paused_s": detail.get("paused_s"),
+        "held_s": detail.get("held_s"),
         "gap": detail.get("gap"),
     }
 

@@ -37,10 +37,12 @@ class Alarm:
 
 @dataclass(slots=True)
 class DriftGuards:
-    """A detector a signal. `lengths` are the baseline's, until there are enough; `recent` the
-    oldest versions of the groups seen last: of those to come, rises may begin there too."""
+    """A detector a signal. `what` it is of, for messages. `lengths` are the baseline's, until there
+    are enough; `recent` the oldest versions of the groups seen last: of those to come, rises may
+    begin there too."""
 
     settings: GuardSettings
+    what: str = "rollouts"
     detectors: dict[str, DriftDetector] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
@@ -56,7 +58,7 @@ class DriftGuards:
             for signal, share in self.group_shares(group):
                 drift = self._detector(signal).add(share, since)
                 if drift is not None:
-                    found.setdefault(signal, _alarm(signal, drift, grouped=len(group) > 1))
+                    found.setdefault(signal, self._alarm(signal, drift, grouped=len(group) > 1))
                     del self.detectors[signal]
         return list(found.values())
 
@@ -148,17 +150,16 @@ class DriftGuards:
         size = 0 if signal in _LENGTHS else settings.baseline
         return DriftDetector(size, settings.margin, settings.false_alarm_every)
 
-
-def _alarm(signal: str, drift: Drift, *, grouped: bool) -> Alarm:
-    if not grouped:
-        what = f"the last {drift.values} rollouts"
-    elif signal == "unsolved":
-        what = f"the last {drift.values} groups"
-    else:
-        what = f"rollouts of the last {drift.values} groups"
-    message = (
-        f"{signal}: {drift.recent:.0%} of {what}, since version {drift.rise_began},"
-        f" against {drift.baseline:.0%} before (at most {drift.allowed:.0%};"
-        f" evidence {drift.evidence:.2g})"
-    )
-    return Alarm(signal, message, drift.rise_began - 1 if drift.rise_began > 0 else None)
+    def _alarm(self, signal: str, drift: Drift, *, grouped: bool) -> Alarm:
+        if not grouped:
+            what = f"the last {drift.values} {self.what}"
+        elif signal == "unsolved":
+            what = f"the last {drift.values} groups"
+        else:
+            what = f"{self.what} of the last {drift.values} groups"
+        message = (
+            f"{signal}: {drift.recent:.0%} of {what}, since version {drift.rise_began},"
+            f" against {drift.baseline:.0%} before (at most {drift.allowed:.0%};"
+            f" evidence {drift.evidence:.2g})"
+        )
+        return Alarm(signal, message, drift.rise_began - 1 if drift.rise_began > 0 else None)

@@ -76,6 +76,7 @@ class PublishResult:
         return {
             "seconds": self.report.seconds if self.report else {},
             "paused_s": self.report.paused_s if self.report else None,
+            "held_s": self.report.held_s if self.report else None,
             "bytes": self.report.bytes if self.report else None,
             "carried": self.report.carried if self.report else None,
             "gap": asdict(self.gap) | {"allowed": self.allowed} if self.gap else None,

@@ -54,8 +54,9 @@ HOLD_TTL_S, LONGEST_HOLD_S = 120.0, 3600.0
 @dataclass(frozen=True, slots=True)
 class PushReport:
     """Seconds by stage, in order: write, connect or stage, hold, pause, load, set_version, resume,
-    verify, release. Of an engine that slept: hold, sleep, write, wake_weights, load, set_version,
-    wake_cache, resume, verify, release; the step that was made meanwhile is in none of them."""
+    release, verify (a first push: verify, release). Of an engine that slept: hold, sleep, write,
+    wake_weights, load, set_version, wake_cache, resume, verify, release; the step that was made
+    meanwhile is in none of them."""
 
     version: int
     seconds: dict[str, float]
@@ -69,6 +70,16 @@ class PushReport:
         if "pause" not in self.seconds:
             return None
         return sum(self.seconds[stage] for stage in PAUSED_STAGES) / self.turns
+
+    @property
+    def held_s(self) -> float | None:
+        """For how long new calls waited for an engine, running ones that are let end first
+        included; None where it slept."""
+        if self.paused_s is None:
+            return None
+        stages = list(self.seconds)
+        first, last = stages.index("hold"), stages.index("release")
+        return sum(self.seconds[stage] for stage in stages[first : last + 1]) / self.turns
 
 
 class SupersededError(PushError):
@@ -270,9 +281,10 @@ class WeightPusher:
     ) -> PushReport:
         """Serves what was written; `as_candidate`: by the canary alone, to its share of rollouts.
 
-        `verify` runs on the new weights while other calls still wait (of engines that change one
-        after the other it is called with the URL of each); if it raises, the old
-        weights return. Raises PushError (then `self.version` is still served) or EngineLostError.
+        `verify` runs on the new weights, beside other calls if something was served before (of
+        engines that change one after the other it is called with the URL of each); if it raises,
+        the old weights return. Raises PushError (then `self.version` is still served) or
+        EngineLostError.
         """
         with self._turn:
             if self._returned_to is not None:

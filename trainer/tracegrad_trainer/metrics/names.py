@@ -159,6 +159,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "push/paused_s": Metric(
             "s", "of it, that the engine made no token; not where it slept", clock=True
         ),
+        "push/held_s": Metric(
+            "s", "of it, that new calls waited; not where the engine slept", clock=True
+        ),
         "push/bytes": Metric("bytes", "that a push brought to the engine"),
         "tokens": Metric("tokens", "that all forwards of the step read"),
         "flops": Metric("flop", "of the step, forward and backward"),

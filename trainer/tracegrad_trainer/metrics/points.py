@@ -43,6 +43,7 @@ def push_point(version: PolicyVersion) -> MetricPoint:
         "seconds": sum(seconds.values()),
         **{f"seconds/{stage}": took for stage, took in seconds.items()},
         "paused_s": version.detail.get("paused_s"),
+        "held_s": version.detail.get("held_s"),
         "bytes": version.detail.get("bytes"),
         "gap_mean": gap.get("mean"),
         "gap_p50": gap.get("p50"),

@@ -29,11 +29,15 @@ class DriftWatch:
     def __init__(
         self, settings: GuardSettings, store: Store, unrewarded: UnrewardedRollouts | None = None
     ) -> None:
-        """`unrewarded`: those that are watched beside the ones of batches."""
+        """`unrewarded`: those that are watched beside the ones of batches.
+
+        By guards of their own: they come later than those with a reward, and of two streams in
+        turn, one ahead of the other, no rise has a beginning."""
         self._settings = settings
         self._store = store
         self._unrewarded = unrewarded
         self._guards = DriftGuards(settings)
+        self._unrewarded_guards = DriftGuards(settings, what="rollouts without a reward")
         self._alarms = 0  # since the last step
         self._stopped: frozenset[str] = frozenset()  # rollouts of the last alarm, if not consumed
 
@@ -42,7 +46,7 @@ class DriftWatch:
         StoreError."""
         fresh = [[one for one in group.rollouts if not self._was_seen(one)] for group in groups]
         rewards = [{one.rollout_id: one.reward for one in rollouts} for rollouts in fresh]
-        if not self._observe([each for each in rewards if each]):
+        if not self._observe(self._guards, [each for each in rewards if each]):
             return False
         if not self.consumes:
             ids = (one.rollout_id for group in groups for one in group.rollouts)
@@ -55,7 +59,8 @@ class DriftWatch:
         if self._unrewarded is None:
             return False
         groups = self._unrewarded.take()
-        return self._observe([{one.rollout_id: None for one in group} for group in groups])
+        rewards = [dict.fromkeys(one.rollout_id for one in group) for group in groups]
+        return self._observe(self._unrewarded_guards, rewards)
 
     def check_step(self, metrics: Mapping[str, float]) -> bool:
         """Whether nothing must be trained after the step that was made. Raises StoreError."""
@@ -65,30 +70,42 @@ class DriftWatch:
     def take_stats(self) -> dict[str, float]:
         """For the metrics of a step."""
         alarms, self._alarms = self._alarms, 0
-        shares = self._guards.shares().values()
+        shares = [share for each in self._both for share in each.shares().values()]
         return {"drift_alarms": float(alarms), "drift_evidence": max(shares, default=0.0)}
 
     def state(self) -> Json:
-        unrewarded = {} if self._unrewarded is None else {"unrewarded": self._unrewarded.state()}
-        return self._guards.state() | unrewarded | {"at": time.time()}
+        state = self._guards.state() | {"at": time.time()}
+        if self._unrewarded is not None:
+            guards = {"guards": self._unrewarded_guards.state()}
+            state["unrewarded"] = self._unrewarded.state() | guards
+        return state
 
     def restore(self, state: Json) -> None:
         """Raises StoreError."""
         self._guards.restore(state)
-        if (at := state.get("at")) is not None:
-            self._guards.forget(self._let_go_on(at))
         if self._unrewarded is not None and "unrewarded" in state:
             self._unrewarded.restore(state["unrewarded"])
+            self._unrewarded_guards.restore(state["unrewarded"]["guards"])
+        if (at := state.get("at")) is not None:
+            signals = self._let_go_on(at)
+            for each in self._both:
+                each.forget(signals)
 
     def good_versions(self) -> set[int]:
         """That must stay on disk, or the newest ones before them: a rollback may go there."""
-        return self._guards.good_versions() if self._settings.action == "rollback" else set()
+        if self._settings.action != "rollback":
+            return set()
+        return {version for each in self._both for version in each.good_versions()}
 
     @property
     def consumes(self) -> bool:
         """Whether what was stopped is not to be trained later either: the policy that sampled it
         is given up."""
         return self._settings.action == "rollback"
+
+    @property
+    def _both(self) -> tuple[DriftGuards, DriftGuards]:
+        return self._guards, self._unrewarded_guards
 
     def _was_seen(self, rollout: RolloutSample) -> bool:
         if rollout.rollout_id in self._stopped:
@@ -112,9 +129,9 @@ class DriftWatch:
                 asked, found = set(), set()
         return found
 
-    def _observe(self, groups: Sequence[Mapping[str, float | None]]) -> bool:
+    def _observe(self, guards: DriftGuards, groups: Sequence[Mapping[str, float | None]]) -> bool:
         """Rewards by rollout id, of groups."""
-        return bool(groups) and self._act(self._guards.observe(list(map(self._read, groups))))
+        return bool(groups) and self._act(guards.observe(list(map(self._read, groups))))
 
     def _read(self, rewards: Mapping[str, float | None]) -> list[ObservedRollout]:
         # Leased turns come without their requests, which the store keeps as differences.

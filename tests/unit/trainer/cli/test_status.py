@@ -132,12 +132,13 @@ def test_removed_turns_are_counted_apart_from_those_that_are_there(
 
 def test_the_last_push_that_serves_is_shown(store: Store, tmp_path: Path) -> None:
     gap = {"tokens": 64, "mean": 1e-6, "max": 4e-6, "allowed": "float32"}
-    took = {"seconds": {"load": 0.5, "verify": 0.25}, "paused_s": 0.5}
+    took = {"seconds": {"load": 0.5, "verify": 0.25}, "paused_s": 0.5, "held_s": 0.625}
     store.record_version(PolicyVersion(1, 1, "serving", detail={"gap": gap, **took}))
     store.record_version(PolicyVersion(2, 2, "failed", detail={"gap": None, "error": "x"}))
     found = collect_status(store, tmp_path)
     assert (found.version, found.failed_versions) == (1, [2])
-    assert found.push == {"version": 1, "seconds": 0.75, "paused_s": 0.5, "gap": gap}
+    whole = {"version": 1, "seconds": 0.75, "paused_s": 0.5, "held_s": 0.625, "gap": gap}
+    assert found.push == whole
     assert "0.75 s, of it 0.50 s without a token" in printed(found, 120)
     assert "1.0e-06 on average, 4.0e-06 at most" in printed(found, 120)
 

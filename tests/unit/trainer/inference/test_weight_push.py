@@ -62,16 +62,27 @@ def test_a_push_walks_in_order(engine: SleepingEngine, pusher: WeightPusher) -> 
 
     report = pusher.push(1, weights(1.0), verify)
     assert engine.calls == [
-        *STAGE, "/api/push/hold", PAUSE, LOAD_STAGED, "/api/push/version", "/resume", "verify",
-        "/api/push/release",
+        *STAGE, "/api/push/hold", PAUSE, LOAD_STAGED, "/api/push/version", "/resume",
+        "/api/push/release", "verify",
     ]  # fmt: skip
     assert engine.sent("/finish_weight_update") == [{"weight_version": "1"}]
     assert engine.sent("/api/push/version") == [{"version": 1}]
     assert engine.loaded == [1.0]
     assert pusher.version == 1
-    stages = ["write", "stage", "hold", "pause", "load", "set_version", "resume", "verify"]
-    assert list(report.seconds) == [*stages, "release"]
+    stages = ["write", "stage", "hold", "pause", "load", "set_version", "resume", "release"]
+    assert list(report.seconds) == [*stages, "verify"]
     assert report.paused_s == sum(report.seconds[stage] for stage in stages[3:7])
+    assert report.held_s == sum(report.seconds[stage] for stage in stages[2:])
+
+
+def test_calls_wait_until_a_first_push_is_verified(
+    engine: SleepingEngine, checkpoint: Path
+) -> None:
+    with WeightPusher(engine.url, engine.url, checkpoint=checkpoint, version=-1) as first:
+        report = first.push(0, weights(1.0), lambda: engine.calls.append("verify"))
+    assert engine.calls[-3:] == ["verify", "/api/push/release", "/api/push/canary"]
+    assert report.held_s is not None
+    assert report.held_s >= report.seconds["verify"]
 
 
 @pytest.mark.parametrize("call", STAGE)

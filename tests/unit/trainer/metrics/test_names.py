@@ -33,7 +33,7 @@ SOMETIMES = {
     *("intake_places", "intake_waited_s"),  # of `trainer serve`
     *("scored_…", "score_unknown_…", "score_failed_…", "score_seconds_…"),
     *("push/bytes", "push/gap_mean", "push/gap_p50", "push/gap_p99", "push/gap_max"),
-    *("push/failed", "push/seconds", "push/seconds/…", "push/paused_s"),
+    *("push/failed", "push/seconds", "push/seconds/…", "push/paused_s", "push/held_s"),
 }
 
 

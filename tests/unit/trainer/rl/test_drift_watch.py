@@ -158,9 +158,15 @@ def test_a_hack_that_gets_no_reward_is_seen(store: Store) -> None:
     assert len(rewarded) == 80
     assert not watch.stops(rewarded)
     assert not watch.stops_unrewarded()
+    kept = watch.state()
     store.append(rollouts(ASKS, first=200, groups=80, version=2, size=1, rewarded=False))
     assert watch.stops_unrewarded()
-    assert [one.by for one in store.decisions()] == ["guard:questions"]
+    [pause] = store.decisions()
+    assert pause.by == "guard:questions"
+    assert "rollouts without a reward, since version 2, against 0% before" in pause.reason
+    again = DriftWatch(GuardSettings(baseline=16), store, unrewarded(store))
+    again.restore(kept)
+    assert again.state()["unrewarded"] == kept["unrewarded"]
 
 
 def test_each_is_looked_at_once_and_attempts_at_a_task_together(store: Store) -> None:
