@@ -19,7 +19,7 @@ from tracegrad.events import Json, Turn
 from tracegrad.store.copy.export_records import RolloutRecord
 from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad.transfer.readers import MASKED, ForeignReader, ForeignRollout
-from tracegrad.transfer.schema import Number, Text, TokenIds
+from tracegrad.transfer.schema import Number, PolicyVersions, Text, TokenIds
 from tracegrad.transfer.serialize import rollout_object
 from tracegrad.transfer.validation import InvalidObject, validate
 from tracegrad_integrations.interchange.chat_text import request_of, response_of, texts_of
@@ -59,6 +59,10 @@ class TraceTurn(Struct, kw_only=True):
 class Trace(Struct, kw_only=True):
     schema_version: int
     turns: list[TraceTurn]
+
+
+class _Versions(Struct):
+    policy_versions: PolicyVersions | None = None
 
 
 def trace_rows(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
@@ -218,6 +222,8 @@ def _add_turn(objects: TurnObjects, turn: TraceTurn, where: str, rollout_id: str
             "sampling": turn.metadata.get("sampling_params") or {},
         }
     found |= ours
+    if "policy_versions" not in found and tokens.complete and (spans := _versions_of(turn, where)):
+        found["policy_versions"] = spans
     if not all(turn.loss_mask[len(turn.prompt_token_ids) :]):
         # A part of a turn cannot be trained alone.
         found.setdefault("untrainable", MASKED)
@@ -229,6 +235,24 @@ def _add_turn(objects: TurnObjects, turn: TraceTurn, where: str, rollout_id: str
         objects.ours({**found, "turn_id": turn.node_id}, tokens, where, "prompt_token_ids")
     else:
         objects.foreign(found, tokens, where, None)
+
+
+def _versions_of(turn: TraceTurn, where: str) -> PolicyVersions | None:
+    """What we write beside `OURS` too: who passes a trace on may leave that out.
+
+    Raises InvalidObject.
+    """
+    said = {"policy_versions": turn.metadata.get("policy_versions")}
+    try:
+        spans = validate(said, _Versions).policy_versions
+    except InvalidObject as error:
+        problem = str(error).removeprefix(f"{error.field}: ")
+        raise InvalidObject(f"{where}.metadata.{error.field}", problem) from None
+    sampled = len(turn.completion_token_ids)
+    if spans is not None and (covered := sum(count for _, count in spans)) != sampled:
+        problem = f"they cover {covered} of {sampled} sampled tokens; cover all"
+        raise InvalidObject(f"{where}.metadata.policy_versions", problem)
+    return spans
 
 
 def _check(turn: TraceTurn, where: str) -> None:

@@ -118,6 +118,26 @@ def test_a_trace_of_openenvs_is_a_rollout(target: Store) -> None:
     }
 
 
+def test_the_versions_beside_ours_are_read(target: Store) -> None:
+    """Who passes a trace of ours on may leave out what only we read."""
+    passed_on = copy.deepcopy(OPENENVS)
+    passed_on["turns"][0]["metadata"]["policy_versions"] = [[3, 1], [4, 1]]
+    assert run(target, passed_on).exit_code == 0
+    [row] = target.rollouts()
+    first, second = target.rollout_turns(row.rollout_id)
+    assert first.policy_versions == ((3, 1), (4, 1))
+    assert second.policy_versions == ((0, 2),)  # which says none
+
+
+def test_what_we_say_ourselves_of_the_versions_goes_first(target: Store) -> None:
+    both = copy.deepcopy(OPENENVS)
+    ours = {"created_at": 1.0, "policy_versions": [[5, 2]]}
+    both["turns"][0]["metadata"] |= {"policy_versions": [[3, 2]], "tracegrad": ours}
+    assert run(target, both).exit_code == 0
+    [row] = target.rollouts()
+    assert target.rollout_turns(row.rollout_id)[0].policy_versions == ((5, 2),)
+
+
 BROKEN = [
     (("schema_version",), 2, "schema_version: 2; this tracegrad reads 1: update it"),
     (("turns",), [], "turns: it is empty; write one turn or more"),
@@ -129,6 +149,16 @@ BROKEN = [
     (("turns", 1, "node_id"), "n0", "turns[1].metadata.tracegrad.turn_id: "),
     (("turns", 1, "metadata"), {"reward": "x"}, "turns[1].metadata.reward: 'x'; write a finite"),
     (("turns", 1, "metadata"), {"tracegrad": []}, "turns[1].metadata.tracegrad: write an object"),
+    (
+        ("turns", 1, "metadata"),
+        {"policy_versions": [[3, 1]]},
+        "turns[1].metadata.policy_versions: they cover 1 of 2 sampled tokens; cover all",
+    ),
+    (
+        ("turns", 1, "metadata"),
+        {"policy_versions": [["x", 2]]},
+        "turns[1].metadata.policy_versions[0][0]: it is a text; write ",
+    ),
 ]
 
 
