@@ -1,6 +1,6 @@
 """A crew of one agent of CrewAI.
 
-export CREWAI_DISABLE_TELEMETRY=true
+export CREWAI_DISABLE_TELEMETRY=true CREWAI_TRACING_ENABLED=false
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/crewai.py
 """
 

@@ -23,6 +23,22 @@ class Trap:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a framework sends to its vendor unless it is told otherwise.
+
+    Attributes:
+        what: in a word or two.
+        remedy: what to do about it, as the warning says it.
+        unless: variables that keep it from it, and the values that do, in lower case. Any other
+            value (`false`, `0`) leaves it on.
+    """
+
+    what: str
+    remedy: str
+    unless: tuple[tuple[str, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """One framework, or one vendor's client.
 
@@ -39,9 +55,8 @@ class Framework:
         needs_global: its own spans go to the process's tracer provider, and to no other.
         is_client: it calls models and has no agents. Its spans would only repeat what the proxy
             records, so it is left alone beside a framework, unless it is named.
-        silenced_by: variables that turn its spans off, and the values that do.
-        reports_unless: a variable that keeps it from reporting to its vendor; None: it does not
-            report. `reports_also_unless`: others that do the same.
+        silenced_by: variables that turn its spans off, and the values that do, in lower case.
+        reports: what it sends to its vendor.
     """
 
     name: str
@@ -54,12 +69,11 @@ class Framework:
     needs_global: bool = False
     is_client: bool = False
     silenced_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    reports_unless: str | None = None
-    reports_also_unless: tuple[str, ...] = ()
+    reports: tuple[Report, ...] = ()
     traps: tuple[Trap, ...] = field(default=())
 
 
-_ON, _OFF = ("1", "true"), ("0", "false")
+_TRUE, _YES = ("1", "true"), ("1", "true", "yes", "on")
 
 STRICT_TOOLS = "TRACEGRAD_PROXY_SAMPLING=free"
 _OUTPUT_TYPE = Trap(
@@ -96,7 +110,16 @@ FRAMEWORKS: tuple[Framework, ...] = (
             "openinference-instrumentation-openai-agents",
             "opentelemetry-instrumentation-genai-openai-agents",
         ),
-        silenced_by=(("OPENAI_AGENTS_DISABLE_TRACING", _ON),),
+        silenced_by=(("OPENAI_AGENTS_DISABLE_TRACING", _TRUE),),
+        reports=(
+            Report(
+                what="its traces",
+                remedy="pip install openinference-instrumentation-openai-agents, which takes that"
+                " exporter away, or set OPENAI_AGENTS_DISABLE_TRACING=1, which turns its spans off"
+                " too",
+                unless=(("OPENAI_AGENTS_DISABLE_TRACING", _TRUE),),
+            ),
+        ),
         traps=(
             Trap(
                 "Tools are strict.",
@@ -133,13 +156,32 @@ FRAMEWORKS: tuple[Framework, ...] = (
             "openinference-instrumentation-crewai",
             "opentelemetry-instrumentation-crewai",
         ),
-        reports_unless="CREWAI_DISABLE_TELEMETRY",
-        reports_also_unless=("CREWAI_DISABLE_TRACKING", "OTEL_SDK_DISABLED"),
+        reports=(
+            Report(
+                what="telemetry",
+                remedy="set CREWAI_DISABLE_TELEMETRY=true before it is imported",
+                unless=(
+                    ("CREWAI_DISABLE_TELEMETRY", _YES),
+                    ("CREWAI_DISABLE_TRACKING", _YES),
+                    ("OTEL_SDK_DISABLED", _YES),
+                ),
+            ),
+            Report(
+                what="traces of runs, once somebody has agreed to it",
+                remedy="set CREWAI_TRACING_ENABLED=false",
+                unless=(("CREWAI_TRACING_ENABLED", ("0", "false")),),
+            ),
+        ),
         traps=(
             Trap("Tools are strict.", f"`{STRICT_TOOLS}`.", "constrained"),
             Trap(
                 "It reports to its vendor.",
                 "`CREWAI_DISABLE_TELEMETRY=true`, before it is imported.",
+            ),
+            Trap(
+                "It collects a trace of its first run, asks in a terminal whether to send it, and"
+                " sends those of later runs if that was agreed to.",
+                "`CREWAI_TRACING_ENABLED=false`.",
             ),
             Trap(
                 "A model that it does not know it wants LiteLLM for.",
@@ -200,7 +242,6 @@ FRAMEWORKS: tuple[Framework, ...] = (
         packages=("agent-framework-core", "agent-framework"),
         native=True,
         needs_global=True,
-        silenced_by=(("ENABLE_INSTRUMENTATION", _OFF),),
     ),
     Framework(
         name="llama-index",
@@ -259,7 +300,13 @@ FRAMEWORKS: tuple[Framework, ...] = (
         title="Claude Agent SDK",
         packages=("claude-agent-sdk",),
         instrumentors=("openinference-instrumentation-claude-agent-sdk",),
-        reports_unless="CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
+        reports=(
+            Report(
+                what="telemetry",
+                remedy="set CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1",
+                unless=(("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", _YES),),
+            ),
+        ),
         traps=(
             Trap(
                 "The CLI is a process of its own.",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tracegrad import context
 from tracegrad.frameworks import FRAMEWORKS, Framework, by_name
+from tracegrad.openai_agents_traces import exports_to_its_vendor
 from tracegrad.serializer import error_line
 from tracegrad.signal_errors import is_of_signal_handler
 
@@ -52,7 +53,10 @@ def instrument(*names: str) -> list[str]:
         ValueError: a name that is no framework's; or TRACEGRAD_URL is not what it must be.
     """
     url = context.proxy_url()
-    on = [each.name for each in _wanted(names) if _guarded(each, url, named=bool(names))]
+    wanted = _wanted(names)
+    on = [each.name for each in wanted if _guarded(each, url, named=bool(names))]
+    for each in wanted:
+        _say_what_it_reports(each)
     if on and (os.environ.get("OTEL_SDK_DISABLED") or "").strip().lower() == "true":
         _warn("OTEL_SDK_DISABLED=true turns all spans of OpenTelemetry off: unset it")
     return on
@@ -111,7 +115,7 @@ def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
             )
         on = False
     if on:
-        _say_what_is_set(framework)
+        _say_what_silences(framework)
     return on
 
 
@@ -179,16 +183,32 @@ _SWITCHES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def _say_what_is_set(framework: Framework) -> None:
+def _say_what_silences(framework: Framework) -> None:
     for variable, values in framework.silenced_by:
-        if (os.environ.get(variable) or "").strip().lower() in values:
+        if _is_set(variable, values):
             _warn(
                 f"{variable}={os.environ[variable]} turns all spans of {framework.title} off:"
                 " unset it"
             )
-    ours = framework.reports_unless
-    if ours and not any(os.environ.get(v) for v in (ours, *framework.reports_also_unless)):
-        _warn(f"{framework.title} reports to its vendor: set {ours}=1 before it is imported")
+
+
+def _say_what_it_reports(framework: Framework) -> None:
+    """With spans or without: an instrumentor that is missing keeps no framework from reporting."""
+    if _find(framework.packages) is None:
+        return
+    for report in framework.reports:
+        off = any(_is_set(variable, values) for variable, values in report.unless)
+        still = _STILL_REPORTS.get(framework.name, lambda: True)
+        if not off and still():
+            _warn(f"{framework.title} sends {report.what} to its vendor: {report.remedy}")
+
+
+# What the environment does not say: somebody may have taken the exporter away.
+_STILL_REPORTS: dict[str, Callable[[], bool]] = {"openai-agents": exports_to_its_vendor}
+
+
+def _is_set(variable: str, values: Iterable[str]) -> bool:
+    return (os.environ.get(variable) or "").strip().lower() in values
 
 
 def _instrumentors(framework: Framework) -> Iterator[tuple[Distribution, EntryPoint]]:

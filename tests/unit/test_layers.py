@@ -43,6 +43,7 @@ FLOORS = {
     "tracegrad.client_environ": 0,
     "tracegrad.call_check": 0,
     "tracegrad.dspy_cache": 0,
+    "tracegrad.openai_agents_traces": 0,
     "tracegrad.log_format": 0,
     "tracegrad.digests": 0,
     "tracegrad.turn_tree": 1,

@@ -27,8 +27,8 @@ def test_each_framework_has_its_section(framework: Framework) -> None:
     assert framework.native or framework.instrumentors[0] in text
     rows = re.findall(r"^\| (.+) \| (.+) \|$", text, re.M)[1:]
     assert rows == [(trap.what, trap.remedy) for trap in framework.traps]
-    if framework.reports_unless:
-        assert framework.reports_unless in text
+    for report in framework.reports:
+        assert report.unless[0][0] in text
 
 
 def test_the_versions_are_those_that_are_tested() -> None:

@@ -185,20 +185,61 @@ def test_what_the_environment_forbids(
     assert tracegrad.instrument() == []
 
 
+CREWAI_TELEMETRY = (
+    "CrewAI sends telemetry to its vendor: set CREWAI_DISABLE_TELEMETRY=true before it is imported"
+)
+CREWAI_TRACES = (
+    "CrewAI sends traces of runs, once somebody has agreed to it, to its vendor: set"
+    " CREWAI_TRACING_ENABLED=false"
+)
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, [CREWAI_TELEMETRY, CREWAI_TRACES]),
+        (
+            {"CREWAI_DISABLE_TELEMETRY": "false", "CREWAI_TRACING_ENABLED": "true"},
+            [CREWAI_TELEMETRY, CREWAI_TRACES],
+        ),
+        ({"CREWAI_DISABLE_TELEMETRY": "0"}, [CREWAI_TELEMETRY, CREWAI_TRACES]),
+        ({"CREWAI_DISABLE_TRACKING": "1"}, [CREWAI_TRACES]),
+        ({"CREWAI_TRACING_ENABLED": "False"}, [CREWAI_TELEMETRY]),
+        ({"CREWAI_DISABLE_TELEMETRY": "TRUE", "CREWAI_TRACING_ENABLED": "0"}, []),
+    ],
+)
 def test_who_reports_to_its_vendor_is_said(
-    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    install: Install,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environ: dict[str, str],
+    said: list[str],
 ) -> None:
-    for name in ("CREWAI_DISABLE_TELEMETRY", "CREWAI_DISABLE_TRACKING", "OTEL_SDK_DISABLED"):
+    [crewai] = [each for each in FRAMEWORKS if each.name == "crewai"]
+    for name, _ in [pair for report in crewai.reports for pair in report.unless]:
         monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
     install("crewai")
     install("openinference-instrumentation-crewai", "crewai")
     assert tracegrad.instrument() == ["crewai"]
-    said = "CrewAI reports to its vendor: set CREWAI_DISABLE_TELEMETRY=1 before it is imported"
-    assert warnings(caplog) == [said]
+    assert warnings(caplog) == said
+
+
+def test_a_vendor_is_reported_to_without_an_instrumentor_too(
+    install: Install, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("OPENAI_AGENTS_DISABLE_TRACING", raising=False)
+    install("openai-agents")
+    assert tracegrad.instrument() == []
+    missing, reports = warnings(caplog)
+    assert missing.startswith("OpenAI Agents SDK is installed, and nothing that makes spans of it")
+    assert reports.startswith("OpenAI Agents SDK sends its traces to its vendor: pip install")
+    assert "OPENAI_AGENTS_DISABLE_TRACING=1" in reports
     caplog.clear()
-    monkeypatch.setattr(instrumentation, "_said", set())
-    monkeypatch.setenv("CREWAI_DISABLE_TRACKING", "1")
-    assert tracegrad.instrument() == ["crewai"]
+    monkeypatch.setattr(instrumentation, "_said", {missing})
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
+    assert tracegrad.instrument() == []
     assert warnings(caplog) == []
 
 
