@@ -167,7 +167,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
                 ),
             ),
             Report(
-                what="traces of runs, once somebody has agreed to it",
+                what="the traces of runs, once that was agreed to,",
                 remedy="set CREWAI_TRACING_ENABLED=false",
                 unless=(("CREWAI_TRACING_ENABLED", ("0", "false")),),
             ),

@@ -189,7 +189,7 @@ CREWAI_TELEMETRY = (
     "CrewAI sends telemetry to its vendor: set CREWAI_DISABLE_TELEMETRY=true before it is imported"
 )
 CREWAI_TRACES = (
-    "CrewAI sends traces of runs, once somebody has agreed to it, to its vendor: set"
+    "CrewAI sends the traces of runs, once that was agreed to, to its vendor: set"
     " CREWAI_TRACING_ENABLED=false"
 )
 
