@@ -134,6 +134,7 @@ class rollout(AbstractContextManager[Rollout]):
             rollout_id=place,
             held_out=held_out,
         )
+        self._before = dspy_cache.last_call()
         with ExitStack() as scope:
             # Refuses before anything is recorded of what will not run.
             scope.enter_context(OpenRollout(opened, environ=self._environ))
@@ -176,7 +177,7 @@ class rollout(AbstractContextManager[Rollout]):
             said = error_line(error, context.MAX_ERROR_CHARS)
         self._expect_calls(outcome)
         if self._task is not None and not self._rollout.held_out:
-            dspy_cache.warn_of_cached_answers()
+            dspy_cache.warn_of_cached_answers(self._before)
         self._rollout.finish(outcome, said)
 
     def _expect_calls(self, outcome: Outcome) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from itertools import takewhile
+from typing import Any
 
 from tracegrad.signal_errors import is_of_signal_handler
 
@@ -14,15 +16,21 @@ _LOOKED_AT = 50  # entries of its history, the last ones
 _warned = False
 
 
-def warn_of_cached_answers() -> None:
-    """To be called when a rollout that others are compared with has ended. Speaks once."""
+def last_call() -> Any:
+    """The newest entry of DSPy's history, for `warn_of_cached_answers`; None: there is none."""
+    return next(iter(_newest_first()), None)
+
+
+def warn_of_cached_answers(since: Any) -> None:
+    """To be called when a rollout that others are compared with has ended; `since`: what
+    `last_call` gave when it began. Speaks once."""
     global _warned
-    base_lm = sys.modules.get("dspy.clients.base_lm")
-    if _warned or base_lm is None:
+    if _warned:
         return
     try:
-        last = list(getattr(base_lm, "GLOBAL_HISTORY", ()))[-_LOOKED_AT:]
-        hit = any(getattr(entry.get("response"), "cache_hit", False) for entry in last)
+        # An entry itself, and not its place: DSPy drops old ones at the front.
+        of_rollout = takewhile(lambda entry: entry is not since, _newest_first())
+        hit = any(getattr(entry.get("response"), "cache_hit", False) for entry in of_rollout)
     except Exception as error:  # another version's history
         if is_of_signal_handler(error):
             raise
@@ -33,3 +41,11 @@ def warn_of_cached_answers() -> None:
             "DSPy answered from its cache, in a rollout: attempts at one task then have one answer,"
             " and no call that could be trained. Make its models with dspy.LM(..., cache=False)"
         )
+
+
+def _newest_first() -> list[Any]:
+    history = getattr(sys.modules.get("dspy.clients.base_lm"), "GLOBAL_HISTORY", ())
+    try:
+        return list(history)[: -_LOOKED_AT - 1 : -1]
+    except TypeError:  # another version's history
+        return []

@@ -41,21 +41,37 @@ def test_a_hit_is_said_once(history: list[Any], caplog: pytest.LogCaptureFixture
     assert "cache=False" in warning
 
 
-def test_what_is_compared_with_nothing_may_be_cached(
+def test_what_was_cached_before_the_rollout_is_not_its_own(
     history: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     history.append(entry(hit=True))
+    with rollout("t"):
+        pass
+    with rollout("t"):
+        history.append(entry(hit=False))
+    assert said(caplog) == []
+    with rollout("t"):
+        del history[:]  # as DSPy drops old entries
+        history.extend([entry(hit=True), entry(hit=False)])
+    assert len(said(caplog)) == 1
+
+
+def test_what_is_compared_with_nothing_may_be_cached(
+    history: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with rollout():
-        pass
+        history.append(entry(hit=True))
     with rollout("t", held_out=True):
-        pass
+        history.append(entry(hit=True))
     assert said(caplog) == []
 
 
 def test_another_versions_history_disturbs_nobody(
-    history: list[Any], caplog: pytest.LogCaptureFixture
+    history: list[Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history.append("a line")
+    with rollout("t"):
+        history.append("a line")
+    monkeypatch.setitem(sys.modules["dspy.clients.base_lm"].__dict__, "GLOBAL_HISTORY", 3)
     with rollout("t"):
         pass
     assert said(caplog) == []
