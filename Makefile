@@ -35,7 +35,8 @@ test-fast: install-dev  ## no vLLM, no CLI agents, no containers, no client libr
 test-frameworks: install-dev  ## every agent framework's example, each in a Python of its own; some ten minutes the first time
 	$(FILE_BY_FILE) tests/frameworks
 
-test-long: test  ## the long forms too
+test-long: test  ## the long forms too, and every agent framework's example
+	$(FILE_BY_FILE) -m frameworks tests/frameworks
 	$(BIN)/python -m pytest -m slow
 
 bench-proxy: install-dev  ## this proxy beside a plain pass-through and LiteLLM's; writes docs/bench-proxy.md

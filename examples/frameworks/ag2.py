@@ -11,7 +11,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 from ag2 import Agent, tool
 from ag2.config import OpenAIConfig
-from ag2.middleware import TelemetryMiddleware
+from ag2.middleware import TelemetryMiddleware  # 4
 
 from tracegrad import instrument, trace  # 1
 
@@ -27,8 +27,12 @@ def weather(city: str) -> str:
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 def solve(question: str) -> str:
     model = OpenAIConfig(model=os.environ.get("MODEL", "policy"))
-    spans = TelemetryMiddleware(agent_name="forecaster")
-    agent = Agent("forecaster", config=model, tools=[weather], middleware=[spans])
+    agent = Agent(
+        "forecaster",
+        config=model,
+        tools=[weather],
+        middleware=[TelemetryMiddleware(agent_name="forecaster")],  # 5
+    )
     return asyncio.run(_run(agent, question))
 
 

@@ -1,17 +1,19 @@
 """Anthropic's Agent SDK: the Claude Code CLI that it brings along, with a tool of one's own.
 
+`query` is imported behind `instrument()`, which puts another function there.
+
+export CLAUDE_CODE_ATTRIBUTION_HEADER=0 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/claude_agent.py
 """
 
 import asyncio
 import os
 
-import claude_agent_sdk
-from claude_agent_sdk import ClaudeAgentOptions, create_sdk_mcp_server, tool
-
 from tracegrad import instrument, trace  # 1
 
 print("spans of:", *instrument())  # 2
+
+from claude_agent_sdk import ClaudeAgentOptions, create_sdk_mcp_server, query, tool
 
 
 @tool("weather", "The weather in a city.", {"city": str})
@@ -26,15 +28,12 @@ OPTIONS = ClaudeAgentOptions(
     mcp_servers={"sky": create_sdk_mcp_server("sky", tools=[weather])},
     allowed_tools=["mcp__sky__weather"],
     setting_sources=[],
-    # A line about the session in its system prompt would change between calls.
-    env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "0"},
 )
 
 
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 async def solve(question: str) -> str:
-    # By the module's name: an instrumentor has put another function there.
-    messages = claude_agent_sdk.query(prompt=question, options=OPTIONS)
+    messages = query(prompt=question, options=OPTIONS)
     return [getattr(message, "result", None) async for message in messages][-1] or ""
 
 

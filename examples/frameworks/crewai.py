@@ -1,5 +1,7 @@
 """A crew of one agent of CrewAI.
 
+The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
+
 export CREWAI_DISABLE_TELEMETRY=true CREWAI_TRACING_ENABLED=false
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/crewai.py
 """
@@ -25,7 +27,6 @@ def weather(city: str) -> str:
 
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 def solve(question: str) -> str:
-    # Its tools are strict: serve with TRACEGRAD_PROXY_SAMPLING=free.
     model = LLM(
         "openai/" + os.environ.get("MODEL", "policy"), base_url=os.environ["OPENAI_BASE_URL"]
     )

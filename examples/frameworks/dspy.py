@@ -17,8 +17,11 @@ print("spans of:", *instrument())  # 2
 
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 def solve(question: str) -> str:
-    # With its cache the second attempt would be the first one's answer.
-    model = dspy.LM("openai/" + os.environ.get("MODEL", "policy"), cache=False, temperature=1.0)
+    model = dspy.LM(
+        "openai/" + os.environ.get("MODEL", "policy"),
+        # With its cache the second attempt would be the first one's answer.
+        cache=False,  # 4
+    )
     with dspy.context(lm=model):
         return str(dspy.ChainOfThought("question -> answer")(question=question).answer)
 

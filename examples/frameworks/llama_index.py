@@ -1,5 +1,7 @@
 """LlamaIndex's FunctionAgent.
 
+The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its temperature is 0.1.
+
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/llama_index.py
 """
 
@@ -28,7 +30,6 @@ def solve(question: str) -> str:
         model=os.environ.get("MODEL", "policy"),
         is_chat_model=True,
         is_function_calling_model=True,
-        temperature=1.0,  # 0.1 is the default
     )
     agent = FunctionAgent(name="forecaster", tools=[weather], llm=model)
     return asyncio.run(_run(agent, question))

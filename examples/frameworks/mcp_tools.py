@@ -13,7 +13,7 @@ from agents.mcp import MCPServerStdio
 from agents import Agent, Runner
 from tracegrad import instrument, trace  # 1
 
-print("spans of:", *instrument("openai-agents", "mcp"))  # 2
+print("spans of:", *instrument())  # 2
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 

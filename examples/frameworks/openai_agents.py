@@ -1,4 +1,6 @@
-"""OpenAI's Agents SDK: an agent that hands over to another one.
+"""OpenAI's Agents SDK: an agent with a tool.
+
+The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
 
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/openai_agents.py
 """
@@ -13,7 +15,7 @@ print("spans of:", *instrument())  # 2
 MODEL = os.environ.get("MODEL", "policy")
 
 
-@function_tool(strict_mode=False)  # strict tools bend what the model samples
+@function_tool
 def weather(city: str) -> str:
     """The weather in a city."""
     return f"Rain in {city}."

@@ -1,5 +1,7 @@
 """An agent of Pydantic AI with a tool.
 
+The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
+
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/pydantic_ai.py
 """
 
@@ -8,7 +10,7 @@ import sys
 
 sys.path.pop(0)  # this file has the name of the package that it imports
 
-from pydantic_ai import Agent, Tool
+from pydantic_ai import Agent
 
 from tracegrad import instrument, trace  # 1
 
@@ -23,8 +25,7 @@ def weather(city: str) -> str:
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 def solve(question: str) -> str:
     model = "openai-chat:" + os.environ.get("MODEL", "policy")
-    # A strict tool, which is the default, bends what the model samples.
-    agent = Agent(model, name="forecaster", tools=[Tool(weather, strict=False)])
+    agent = Agent(model, name="forecaster", tools=[weather])
     return agent.run_sync(question).output
 
 

@@ -27,8 +27,11 @@ def weather(city: str) -> str:
 
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 def solve(question: str) -> str:
-    # "required", which is the default, bends what the model samples.
-    model = OpenAIModel(os.environ.get("MODEL", "policy"), tool_choice="auto")
+    model = OpenAIModel(
+        os.environ.get("MODEL", "policy"),
+        # "required", which is the default, bends what the model samples.
+        tool_choice="auto",  # 4
+    )
     agent = ToolCallingAgent(tools=[weather], model=model, name="forecaster", verbosity_level=0)
     return str(agent.run(question))
 

@@ -53,6 +53,10 @@ class Framework:
         native_from: the major version from which it does, and instrumentors are left alone; 0: an
             instrumentor that is installed goes before.
         needs_global: its own spans go to the process's tracer provider, and to no other.
+        needs_in_program: a class that the program itself must hand to its agents, or there are no
+            spans of them, and how; None: `instrument()` is enough. Of `native_from` on.
+        is_addon: it makes no spans: its instrumentor carries their context to other processes. It
+            is turned on beside what makes spans, and is not among the names that are returned.
         is_client: it calls models and has no agents. Its spans would only repeat what the proxy
             records, so it is left alone beside a framework, unless it is named.
         silenced_by: variables that turn its spans off, and the values that do, in lower case.
@@ -67,6 +71,8 @@ class Framework:
     native: bool = False
     native_from: int = 0
     needs_global: bool = False
+    needs_in_program: tuple[str, str] | None = None
+    is_addon: bool = False
     is_client: bool = False
     silenced_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
     reports: tuple[Report, ...] = ()
@@ -75,7 +81,7 @@ class Framework:
 
 _TRUE, _YES = ("1", "true"), ("1", "true", "yes", "on")
 
-STRICT_TOOLS = "TRACEGRAD_PROXY_SAMPLING=free"
+FREE_SAMPLING = "TRACEGRAD_PROXY_SAMPLING=free"
 _OUTPUT_TYPE = Trap(
     "An `output_type` is a response format, or a forced tool.",
     "Parse the answer yourself, where its turns are to be trained.",
@@ -123,7 +129,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         traps=(
             Trap(
                 "Tools are strict.",
-                f"`@function_tool(strict_mode=False)`, or `{STRICT_TOOLS}`.",
+                f"`@function_tool(strict_mode=False)`, or `{FREE_SAMPLING}`.",
                 "constrained",
             ),
             _OUTPUT_TYPE,
@@ -142,7 +148,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         traps=(
             Trap(
                 "Tools are strict.",
-                f"`Tool(f, strict=False)`, or `{STRICT_TOOLS}`.",
+                f"`Tool(f, strict=False)`, or `{FREE_SAMPLING}`.",
                 "constrained",
             ),
             _OUTPUT_TYPE,
@@ -173,7 +179,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
             ),
         ),
         traps=(
-            Trap("Tools are strict.", f"`{STRICT_TOOLS}`.", "constrained"),
+            Trap("Tools are strict.", f"`{FREE_SAMPLING}`.", "constrained"),
             Trap(
                 "It reports to its vendor.",
                 "`CREWAI_DISABLE_TELEMETRY=true`, before it is imported.",
@@ -252,7 +258,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
             "opentelemetry-instrumentation-genai-llama-index",
         ),
         traps=(
-            Trap("The temperature is 0.1.", "`temperature=1.0`."),
+            Trap("The temperature is 0.1.", f"`temperature=1.0`, or `{FREE_SAMPLING}`."),
             Trap(
                 "`ReActAgent` spells arguments anew.",
                 "`FunctionAgent`; turns of the other fork.",
@@ -288,6 +294,10 @@ FRAMEWORKS: tuple[Framework, ...] = (
         native=True,
         native_from=1,
         needs_global=True,
+        needs_in_program=(
+            "TelemetryMiddleware",
+            "Agent(..., middleware=[TelemetryMiddleware(agent_name=...)]), from ag2.middleware",
+        ),
         traps=(
             Trap(
                 "From 1.0 on an agent makes spans if it is told to.",
@@ -315,7 +325,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
             Trap("It reports to its vendor.", "`CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`."),
             Trap(
                 "A line about the session in its system prompt changes between calls, which forks.",
-                '`ClaudeAgentOptions(env={"CLAUDE_CODE_ATTRIBUTION_HEADER": "0"})`.',
+                "`CLAUDE_CODE_ATTRIBUTION_HEADER=0`, in its environment or in"
+                " `ClaudeAgentOptions(env={…})`.",
             ),
             Trap(
                 "`from claude_agent_sdk import query` before `instrument()` keeps the function"
@@ -333,7 +344,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         title="MCP",
         packages=("mcp",),
         instrumentors=("openinference-instrumentation-mcp",),
-        is_client=True,
+        is_addon=True,
     ),
     Framework(
         name="anthropic",

@@ -47,14 +47,16 @@ def instrument(*names: str) -> list[str]:
             where several are installed, and one is used, name it.
 
     Returns:
-        The names of those that are on now, whoever turned them on.
+        The names of those that make spans now, whoever turned them on. MCP makes none: its
+        instrumentor carries the context of other spans.
 
     Raises:
         ValueError: a name that is no framework's; or TRACEGRAD_URL is not what it must be.
     """
     url = context.proxy_url()
     wanted = _wanted(names)
-    on = [each.name for each in wanted if _guarded(each, url, named=bool(names))]
+    turned_on = [each for each in wanted if _guarded(each, url, named=bool(names))]
+    on = [each.name for each in turned_on if not each.is_addon]
     for each in wanted:
         _say_what_it_reports(each)
     if on and (os.environ.get("OTEL_SDK_DISABLED") or "").strip().lower() == "true":
@@ -74,8 +76,10 @@ def _wanted(names: Iterable[str]) -> list[Framework]:
         return list(dict.fromkeys(known[name] for name in names))
     installed = [each for each in FRAMEWORKS if _find(each.packages) is not None]
     # A framework's spans say what those of the client below it would say, and more.
-    frameworks = [each for each in installed if not each.is_client]
-    return frameworks or installed
+    addons = [each for each in installed if each.is_addon]
+    clients = [each for each in installed if each.is_client]
+    frameworks = [each for each in installed if not (each.is_addon or each.is_client)]
+    return (frameworks or clients) + addons
 
 
 def _guarded(framework: Framework, url: str, *, named: bool) -> bool:
@@ -106,13 +110,11 @@ def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
         on = _use_instrumentor(framework, installed, found, url)
     elif native:
         _use_native(framework, url)
+        _say_what_the_program_needs(framework)
         on = True
     else:
-        if named or not framework.is_client:
-            _warn(
-                f"{framework.title} is installed, and nothing that makes spans of it: pip install"
-                f" {framework.instrumentors[0]}. Its LLM calls are recorded all the same"
-            )
+        if named or not (framework.is_client or framework.is_addon):
+            _say_what_is_missing(framework)
         on = False
     if on:
         _say_what_silences(framework)
@@ -181,6 +183,32 @@ _SWITCHES: dict[str, Callable[[Any], None]] = {
     "pydantic-ai": _switch_pydantic_ai,
     "agent-framework": _switch_agent_framework,
 }
+
+
+def _say_what_is_missing(framework: Framework) -> None:
+    makes, calls = "makes spans of it", ". Its LLM calls are recorded all the same"
+    if framework.is_addon:
+        makes, calls = "carries the context of spans through it", ""
+    _warn(
+        f"{framework.title} is installed, and nothing that {makes}: pip install"
+        f" {framework.instrumentors[0]}{calls}"
+    )
+
+
+def _say_what_the_program_needs(framework: Framework) -> None:
+    """Unless some module has it by its name: whether agents are given it shows only later."""
+    if framework.needs_in_program is None:
+        return
+    name, how = framework.needs_in_program
+    own = framework.packages[0]
+    for module in list(sys.modules.values()):
+        of = getattr(module, "__name__", None)
+        if isinstance(of, str) and of.split(".")[0] != own and name in vars(module):
+            return
+    _warn(
+        f"{framework.title} makes spans of agents that are told to, and no module here has its"
+        f" {name} yet: {how}"
+    )
 
 
 def _say_what_silences(framework: Framework) -> None:

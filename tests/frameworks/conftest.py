@@ -24,5 +24,6 @@ def engine_server() -> Iterator[EngineServer]:
 def proxy(engine_server: EngineServer, tmp_path: Path) -> Iterator[ProxyWithEngine]:
     path = tmp_path / "store.db"
     Store.open(f"sqlite:///{path}").close()
-    with proxy_with_engine(engine_server, PromptDrivenEngine(), path) as found:
+    # As docs/frameworks.md has it served: it spares the examples lines about sampling.
+    with proxy_with_engine(engine_server, PromptDrivenEngine(), path, sampling="free") as found:
         yield found

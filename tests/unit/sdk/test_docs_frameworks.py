@@ -11,6 +11,7 @@ from tracegrad.frameworks import FRAMEWORKS, Framework
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+AT_A_GLANCE = re.findall(r"^\| \[.+\]\(#.+\) \| `(.+)` \| (.+) \| (\d|-) \| .+ \|$", PAGE, re.M)
 PINS = ROOT / "tests" / "frameworks" / "requirements"
 
 
@@ -32,7 +33,7 @@ def test_each_framework_has_its_section(framework: Framework) -> None:
 
 
 def test_the_versions_are_those_that_are_tested() -> None:
-    examples = dict(re.findall(r"^\| \[.+\]\(#.+\) \| `(.+)` \| (.+) \| .+ \|$", PAGE, re.M))
+    examples = {name: seen for name, seen, _ in AT_A_GLANCE}
     assert set(examples) == {each.name for each in FRAMEWORKS}
     for framework in FRAMEWORKS:
         example = re.search(r"examples/frameworks/(\w+)\.py", section(framework))
@@ -40,5 +41,25 @@ def test_the_versions_are_those_that_are_tested() -> None:
             assert examples[framework.name] == "-"
             continue
         pins = (PINS / f"{example[1]}.txt").read_text(encoding="utf-8").splitlines()
-        packages = (example[1], *framework.packages, *framework.aliases)
-        assert {f"{each}=={examples[framework.name]}" for each in packages} & set(pins)
+        first, *others = examples[framework.name].split("; ")
+        assert {f"{each}=={first}" for each in (framework.name, *framework.packages)} & set(pins)
+        assert {each.replace(" ", "==") for each in others} <= set(pins)
+
+
+def test_the_lines_are_those_that_are_numbered_in_the_example() -> None:
+    lines = {name: count for name, _, count in AT_A_GLANCE}
+    for framework in FRAMEWORKS:
+        example = re.search(r"examples/frameworks/(\w+)\.py", section(framework))
+        if example is None:
+            assert lines[framework.name] == "-"
+            continue
+        text = (ROOT / "examples" / "frameworks" / f"{example[1]}.py").read_text(encoding="utf-8")
+        assert lines[framework.name] == re.findall(r"  # (\d)$", text, re.M)[-1]
+
+
+def test_the_readme_counts_them() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = re.search(r"for LangGraph, openai-agents, CrewAI, DSPy and (\w+) more", text)
+    assert found is not None
+    agents = [each for each in FRAMEWORKS if not (each.is_client or each.is_addon)]
+    assert found[1] == {9: "nine", 10: "ten", 11: "eleven"}[len(agents) - 4]

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from opentelemetry import trace
@@ -159,6 +160,48 @@ def test_clients_are_left_alone_beside_a_framework(
     assert tracegrad.instrument() == ["smolagents"]
     assert tracegrad.instrument("openai") == ["openai"]
     assert warnings(caplog) == []
+
+
+def test_an_addon_is_on_beside_what_makes_spans_and_is_none_of_them(
+    install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    install("mcp")
+    assert tracegrad.instrument() == []
+    assert warnings(caplog) == []
+    assert tracegrad.instrument("mcp") == []
+    assert warnings(caplog) == [
+        "MCP is installed, and nothing that carries the context of spans through it: pip install"
+        " openinference-instrumentation-mcp"
+    ]
+    caplog.clear()
+    install("openinference-instrumentation-mcp", "mcp")
+    install("smolagents")
+    install("openinference-instrumentation-smolagents", "smolagents")
+    assert tracegrad.instrument("smolagents") == ["smolagents"]
+    assert "fake_openinference_instrumentation_mcp" not in sys.modules
+    assert tracegrad.instrument() == ["smolagents"]
+    assert instrumentor("openinference-instrumentation-mcp")().is_instrumented_by_opentelemetry
+    assert warnings(caplog) == []
+
+
+def test_what_a_program_must_still_hand_to_its_agents(
+    install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trace, "set_tracer_provider", lambda _: None)
+    install("ag2")
+    theirs, program = ModuleType("ag2.middleware"), ModuleType("program")
+    monkeypatch.setitem(sys.modules, "ag2.middleware", theirs)
+    monkeypatch.setitem(sys.modules, "program", program)
+    theirs.__dict__["TelemetryMiddleware"] = program.__dict__["TelemetryMiddleware"] = object
+    assert tracegrad.instrument() == ["ag2"]
+    assert warnings(caplog) == []
+    del program.__dict__["TelemetryMiddleware"]
+    assert tracegrad.instrument() == ["ag2"]
+    [said] = warnings(caplog)
+    assert said.endswith(
+        "has its TelemetryMiddleware yet: Agent(...,"
+        " middleware=[TelemetryMiddleware(agent_name=...)]), from ag2.middleware"
+    )
 
 
 def test_names(install: Install, caplog: pytest.LogCaptureFixture) -> None:
