@@ -15,12 +15,17 @@ from tracegrad import instrument, trace  # 1
 
 print("spans of:", *instrument())  # 2
 
-SERVER = Path(__file__).with_name("mcp_server.py")
+SERVER = {
+    "command": sys.executable,
+    "args": [str(Path(__file__).with_name("mcp_server.py"))],
+    # An MCP client gives a server none of its own environment.
+    "env": {"OTEL_EXPORTER_OTLP_ENDPOINT": os.environ["TRACEGRAD_URL"]},  # 4
+}
 
 
 @trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
 async def solve(question: str) -> str:
-    async with MCPServerStdio({"command": sys.executable, "args": [str(SERVER)]}) as tools:
+    async with MCPServerStdio(SERVER) as tools:
         model = os.environ.get("MODEL", "policy")
         agent = Agent(name="forecaster", model=model, mcp_servers=[tools])
         return str((await Runner.run(agent, question)).final_output)

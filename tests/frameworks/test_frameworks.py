@@ -26,14 +26,15 @@ CALL = Answer("", tool_calls=[("weather", '{"city": "Ulm"}')])
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """`parents`: of each turn, the index of the one that it continues. `spans`: names that must be
-    there. `inside`: of each turn, a span that it lies in. `reasons`: why turns are not
-    trainable."""
+    there. `children`: pairs of such names, child and parent. `inside`: of each turn, a span that it
+    lies in. `reasons`: why turns are not trainable."""
 
     name: str
     on: Sequence[str]
     says: Sequence[Answer]
     parents: Sequence[int | None]
     spans: frozenset[str]
+    children: Sequence[tuple[str, str]] = ()
     inside: Sequence[str] = ()
     dialect: str = "chat"
     reasons: frozenset[str | None] = frozenset([None])
@@ -116,7 +117,8 @@ OTHERS = [
         on=["openai-agents"],
         says=(CALL, Answer(ANSWER)),
         parents=(None, 0),
-        spans=frozenset(["forecaster", "weather"]),
+        spans=frozenset(["forecaster", "weather", "tools/call weather"]),
+        children=[("tools/call weather", "weather")],
         dialect="responses",
     ),
 ]
@@ -147,8 +149,11 @@ def check(each: Example, proxy: ProxyWithEngine, home: Path) -> None:
         assert parents == list(each.parents), [turn.fork_reason for turn in turns]
         assert {turn.dialect for turn in turns} == {each.dialect}
         assert {turn.untrainable for turn in turns} == each.reasons
-        names = {span.name for span in proxy.store.spans(row.rollout_id)}
-        assert each.spans <= names, sorted(names)
+        spans = proxy.store.spans(row.rollout_id)
+        assert each.spans <= {span.name for span in spans}, sorted(span.name for span in spans)
+        name_of = {span.span_id: span.name for span in spans}
+        pairs = {(span.name, name_of.get(span.parent_span_id or "")) for span in spans}
+        assert set(each.children) <= pairs, pairs
         scopes = proxy.store.turn_scopes([row.rollout_id])
         for turn, name in zip(turns, each.inside, strict=False):
             paths = scopes[turn.turn_id].span_paths
@@ -175,16 +180,22 @@ OURS = re.compile(
 )
 
 
+def without_ours(text: str) -> str:
+    return re.sub(r"^.*  # \d\n", "", text, flags=re.M)
+
+
 def test_each_example_numbers_its_lines_of_ours_and_has_a_test() -> None:
     files = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
-    assert files.pop("mcp_server")
+    server = files.pop("mcp_server")
+    assert len(re.findall(r"  # \d$", server, re.M)) == 7, "as docs/frameworks.md says"
+    ast.parse(without_ours(server))
     assert set(files) == {each.name for each in (*QUICK, *OTHERS)}
     for name, text in files.items():
         body = text.split('"""', 2)[2]
         marks = [match[1] for match in re.finditer(r"  # (\d)$", body, re.M)]
         assert sorted(marks) == [str(i + 1) for i in range(len(marks))], name
         assert [mark for mark in marks if mark <= "3"] == ["1", "2", "3"], name
-        ordinary = re.sub(r"^.*  # \d\n", "", body, flags=re.M)
+        ordinary = without_ours(body)
         ast.parse(ordinary)
         code = re.sub(r"^ *# .*\n", "", ordinary, flags=re.M)
         assert OURS.findall(code) == [], f"{name}: lines of ours without a number"
