@@ -197,6 +197,10 @@ class Turn:
     `agent_name`: of several agents in a rollout the one that made the call, as the call said. None:
     it did not; spans may (`turn_scopes`).
 
+    `model` is the name that the answer has. `asked_model`: the one that the client asked for, where
+    it is another: the proxy and the engine may have names of their own for what they serve. None:
+    the same, or not known.
+
     `timing`: seconds of the call by stage (`CALL_STAGES`), by a monotonic clock. A call of the
     proxy ends at `created_at`, one that a span reported begins there. What else it may hold:
     `held`, the seconds of the engine's time in which weights were pushed, and `commits`, how long
@@ -223,6 +227,7 @@ class Turn:
     state_key: str | None = None
     observation: str | None = None  # 32 hex digits
     agent_name: str | None = None
+    asked_model: str | None = None
     timing: Json | None = None
     routed_experts: bytes | None = None
     created_at: float = field(default_factory=time.time)

@@ -84,6 +84,11 @@ class Call:
     def n(self) -> int:
         return int(self.body.get("n") or 1)
 
+    def asked_model(self, served: str) -> str | None:
+        """The model's name as the client gave it. None: as it is `served`, or it gave none."""
+        asked = self.body.get("model")
+        return str(asked) if asked and asked != served else None
+
     @property
     def own_messages(self) -> list[Json]:
         return self.messages[self.instructions :]

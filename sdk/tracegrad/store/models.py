@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0019"
+REVISION = "0020"
 
 
 class Text(TypeDecorator[str]):
@@ -179,9 +179,10 @@ class Turns(Base):
     observation: Mapped[str | None]  # digest of what was observed last
     timing: Mapped[dict[str, Any] | None]  # `events.Turn.timing`; null before revision 0013
     agent_name: Mapped[str | None]  # as the call said; null before revision 0019
+    asked_model: Mapped[str | None]  # where `model` is another; null before revision 0020
     # The last column: rows that are read without it end before it (but in an SQLite file of before
     # revision 0009, where `state_key` and `observation` stand behind it, and in one that had turns
-    # before revision 0013 or 0019, where `timing` or `agent_name` does).
+    # before revision 0013, 0019 or 0020, where `timing`, `agent_name` or `asked_model` does).
     routed_experts: Mapped[bytes | None]
 
     __table_args__ = (Index(None, "rollout_id", "seq"),)

@@ -20,7 +20,7 @@ FORMAT = 1
 OMITTED_IF_NONE = frozenset(
     {
         *("label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"),
-        *("idle_s", "continues", "held_out", "agent_name"),
+        *("idle_s", "continues", "held_out", "agent_name", "asked_model"),
     }
 )
 
@@ -101,6 +101,7 @@ class TurnObject(_Object, kw_only=True):
     observation: str | None = None
     timing: Json | None = None
     agent_name: str | None = None
+    asked_model: str | None = None
     routed_experts: Base64 | None = None
     request: Json | None = None
     response: Json | None = None

@@ -149,6 +149,7 @@ class _Maker:
             response=self._maybe(self.json()),
             state_key=self._maybe(self._word()),
             agent_name=self._maybe(self._word()),
+            asked_model=self._maybe(self._word()),
             observation=self._maybe("0f" * 16),
             timing=self._maybe({"prefill": 0.25, "decode": self._chance.random()}),
             routed_experts=self._experts(len(known) + len(new) + len(sampled)),

@@ -60,6 +60,6 @@ def _reward_json(reward: Reward, detail: RolloutDetail) -> dict[str, Any]:
 _TURN_FIELDS = (
     *("policy_versions", "sampling", "finish_reason", "untrainable", "parent_span_id"),
     *("state_key", "observation", "request", "response", "timing", "created_at"),
-    "agent_name",
+    *("agent_name", "asked_model"),
 )
 _TOKEN_FIELDS = ("prompt_token_ids", "completion_token_ids", "completion_logprobs")

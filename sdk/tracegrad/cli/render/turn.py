@@ -80,7 +80,8 @@ def render_full_turn(index: int, how: TurnView) -> Iterator[Text]:
     yield from _about(index, how)
     yield from _row("id", Text(one_line(turn.turn_id)), how)
     yield from _row("made", Text(f"{format_time(turn.created_at)} in {turn.dialect}"), how)
-    yield from _row("model", Text(one_line(turn.model)), how)
+    asked = f", asked for as {turn.asked_model}" if turn.asked_model is not None else ""
+    yield from _row("model", Text(one_line(turn.model + asked)), how)
     if turn.sampling:
         settings = (f"{name}={text_or_json(value)}" for name, value in turn.sampling.items())
         yield from _row("sampling", Text(one_line(" ".join(settings))), how)

@@ -285,6 +285,7 @@ def _turns(
     settings = sampling.sampling_params_of(call.body)
     reason = call.untrainable or sampling.untrainable_reason(call.body, settings)
     observation = observation_of(call.own_messages)
+    names = [str(each.response.get("model") or call.body.get("model") or "") for each in replies]
     return [
         Turn(
             turn_id=new_id() if number else call.turn_id,
@@ -292,7 +293,7 @@ def _turns(
             parent_id=place.parent_id,
             fork_reason=place.fork_reason,
             dialect=call.dialect,
-            model=str(reply.response.get("model") or call.body.get("model") or ""),
+            model=served,
             prompt_token_ids=reply.prompt_token_ids,
             completion_token_ids=reply.token_ids,
             completion_logprobs=reply.logprobs,
@@ -305,11 +306,12 @@ def _turns(
             response=reply.response or None,
             state_key=owner.state_key,
             agent_name=owner.agent_name,
+            asked_model=call.asked_model(served),
             observation=observation,
             timing=timing,
             routed_experts=reply.routed_experts,
         )
-        for number, (place, reply) in enumerate(zip(places, replies, strict=True))
+        for number, (place, reply, served) in enumerate(zip(places, replies, names, strict=True))
     ]
 
 

@@ -41,7 +41,7 @@ def call_of(turn: Turn) -> Call | None:
         return None
     try:
         # Gemini's clients say in the path what others say in the body.
-        path = {"model": turn.model, "method": WHOLE}
+        path = {"model": turn.asked_model or turn.model, "method": WHOLE}
         return dialect.parse(dump_json(turn.request).encode(), path, {})
     except ApiError:
         return None

@@ -203,6 +203,7 @@ async def positioned_turn(
         parent_span_id=span.span_id,
         request=llm.request,
         response=llm.response,
+        asked_model=call.asked_model(llm.model),
         timing={"inference": max(0, span.end_ns - span.start_ns) / 1e9},
         created_at=span.start_ns / 1e9,
     )
