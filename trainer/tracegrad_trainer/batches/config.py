@@ -92,7 +92,10 @@ class BatchSettings(BaseModel):
         " patterns with * and ?, with ! in front those that are not; empty: all",
     )
     models: Patterns = Field(
-        (), description="the same by the model's name, as the engine answered with it"
+        (),
+        description="the same by the model's name: either the one that the agent asked for, or the"
+        " one that the engine answered with (a candidate's, with -candidate behind it, is the"
+        " policy's too)",
     )
     span_paths: Patterns = Field(
         (),

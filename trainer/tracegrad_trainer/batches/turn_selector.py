@@ -9,6 +9,7 @@ from typing import NamedTuple
 from tracegrad.events import Turn
 from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.batches.config import BatchSettings
+from tracegrad_trainer.utils.candidate_name import policy_name
 
 TURN_NOT_SELECTED = "turn_not_selected"
 _UNKNOWN = TurnScope(None)
@@ -64,10 +65,16 @@ def _asked(
     scope = scopes.get(turn.turn_id, _UNKNOWN)
     asked = (
         ("batches.agents", settings.agents, [scope.agent] if scope.agent else []),
-        ("batches.models", settings.models, [turn.model]),
+        ("batches.models", settings.models, _model_names(turn)),
         ("batches.span_paths", settings.span_paths, scope.span_paths),
     )
     return [each for each in asked if each[1]]
+
+
+def _model_names(turn: Turn) -> list[str]:
+    """As it was asked for, as it is served, and as the policy is, of which that is a candidate."""
+    asked = [] if turn.asked_model is None else [turn.asked_model]
+    return [*asked, turn.model, policy_name(turn.model)]
 
 
 def _fits(patterns: Iterable[str], names: Iterable[str]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from tracegrad_trainer.utils.candidate_name import candidate_name
 from tracegrad_trainer.utils.network import short_socket_path
 from tracegrad_trainer.utils.subprocesses import ENGINE_KEY_VARIABLE
 
@@ -278,7 +279,7 @@ class VllmSettings(BaseModel):
     @property
     def candidate_name(self) -> str:
         """Of calls that are to get the candidate's adapter."""
-        return f"{self.served_model_name}-candidate"
+        return candidate_name(self.served_model_name)
 
     @property
     def adapter_links(self) -> tuple[Path, ...]:

@@ -20,9 +20,9 @@ from tracegrad_trainer.batches.turn_selector import matches, unmatched_patterns
 from tracegrad_trainer.losses import AdvantageMemory, compute_advantages, preset
 
 PLAN, WRITE, REVISE = (
-    turn("plan", [1], [2]),
+    turn("plan", [1], [2], model="m-candidate"),
     turn("write", [3], [4, 5], model="large"),
-    turn("revise", [6], [7]),
+    turn("revise", [6], [7], asked_model="small"),
 )
 SCOPES = {
     "plan": TurnScope("planner", ("solve", "solve/planner")),
@@ -43,6 +43,9 @@ SCOPES = {
         ({"agents": ["Planner"]}, []),
         ({"models": ["large"]}, ["write"]),
         ({"models": ["large"], "agents": ["planner"]}, []),
+        ({"models": ["small"]}, ["revise"]),
+        ({"models": ["m", "!small"]}, ["plan"]),
+        ({"models": ["m-candidate"]}, ["plan"]),
         ({"span_paths": ["*/writer"]}, ["write", "revise"]),
         ({"span_paths": ["*/writer/*"]}, ["write"]),
         ({"span_paths": ["!*/llm"]}, ["plan", "revise"]),
