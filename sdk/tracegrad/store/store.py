@@ -21,7 +21,14 @@ from tracegrad.store.databases import (
 from tracegrad.store.errors import StoreMissing
 from tracegrad.store.migrate import migrate, revision_of
 from tracegrad.store.models import REVISION, PolicyVersions, Rewards, VersionEvents
-from tracegrad.store.read import call_counts, reward_arrival, scorings, turn_scopes, turns
+from tracegrad.store.read import (
+    call_counts,
+    inferred,
+    reward_arrival,
+    scorings,
+    turn_scopes,
+    turns,
+)
 from tracegrad.store.read import rollouts as queries
 from tracegrad.store.read import versions as version_records
 from tracegrad.store.read.reward_arrival import LateRewards, RewardTarget
@@ -214,6 +221,7 @@ class Store:
             )[rollout_id]
 
     find_turn = _method(turns.find_turn)
+    recent_inferred = _method(inferred.recent_inferred)
 
     def rewards(self, rollout_id: str) -> list[Reward]:
         with self.reading() as connection:

@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 0.2
 GATE_EVERY_LOOKS = 5  # the gate reads rollouts
 _LAST_LOOK_S = 10.0
+_MOST_BETWEEN = 8
 
 
 class TrainingRolledBack(StopAllRanks):
@@ -343,7 +344,7 @@ class VersionControl:
     def _prune(self) -> None:
         """Removes those beyond `promotion.keep` that nobody wants."""
         history = self._store.version_history()
-        wanted = {history.kept_before(version) for version in self._wanted()}
+        wanted = wanted_on_disk(history, self._wanted())
         kept = [one for one in history.records.values() if one.kept]
         newest = {one.version for one in kept[max(0, len(kept) - self._settings.keep) :]}
         for one in kept:
@@ -378,3 +379,18 @@ class VersionControl:
                 self._forget(history, record.version, "no_checkpoint")
         for version in there - {one.version for one in history.records.values() if one.kept}:
             self._kept.remove(version)
+
+
+def wanted_on_disk(history: VersionHistory, wanted: Collection[int]) -> set[int]:
+    """Of each that is wanted the newest on disk from before it. Of those between the oldest of them
+    and the newest version, which may be wanted when the rollouts that they sampled are rewarded,
+    some `_MOST_BETWEEN`, evenly."""
+    if not wanted:
+        return set()
+    before = (history.kept_before(version) for version in wanted)
+    oldest, newest = min(wanted), max(history.records)
+    spacing = 1  # a power of two, so that what stays once stays as the range grows
+    while (newest - oldest) // spacing > _MOST_BETWEEN:
+        spacing *= 2
+    between = {one for one in history.kept() if one >= oldest and one % spacing == 0}
+    return between | {one for one in before if one is not None}

@@ -168,6 +168,9 @@ class DriftWatch:
         return True
 
     def _version_before(self, alarms: Sequence[Alarm]) -> int | None:
-        """None: as for a rollback without a version, which says why there is none."""
+        """The newest on disk from before all drifts. None: nobody knows when they began."""
         good = [alarm.last_good for alarm in alarms if alarm.last_good is not None]
-        return self._store.version_history().kept_before(min(good)) if good else None
+        if not good:
+            return None
+        kept = self._store.version_history().kept_before(min(good))
+        return min(good) if kept is None else kept  # which is refused, with what there is

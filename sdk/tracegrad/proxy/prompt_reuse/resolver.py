@@ -44,6 +44,9 @@ log = logging.getLogger("tracegrad.proxy")
 
 # How many turns, the latest first, the tokens of a call without a name are compared with.
 RECENT_TURNS = 1000
+# Conversations without a name that a proxy reads when it was started and is first asked to go on
+# with one: nothing else leads to what was said before it began.
+READ_AT_START = 512
 
 
 class TreePosition(NamedTuple):
@@ -96,6 +99,7 @@ class PromptReuse:
         self._trees = TurnTreeCache(store, limit_bytes=limit_bytes, others=others)
         self._text = text
         self._ignored = False
+        self._reading: asyncio.Task[None] | None = None  # what was said before we began
 
     async def plan(self, rollout_id: str | None, call: Call) -> ContinuationPlan:
         """A call begins: which turn it continues, with which tokens. Raises StoreUnavailable."""
@@ -114,6 +118,9 @@ class PromptReuse:
             # Nothing said by a model: nothing to continue, and no reason to wait for the store.
             return ContinuationPlan(rollout_id, said)
         parent = self._trees.find(said, rollout_id)
+        if parent is None and rollout_id is None:
+            await self._read_earlier()
+            parent = self._trees.find(said, None)
         if parent is None and rollout_id is not None:
             turns = await self._trees.turns(rollout_id, refresh=True)
             parent = self._trees.find(said, rollout_id)
@@ -131,6 +138,18 @@ class PromptReuse:
         if isinstance(prompt, PromptFork):
             return ContinuationPlan(parent.rollout_id, said, parent, fork=prompt)
         return ContinuationPlan(parent.rollout_id, said, parent, prompt.ids)
+
+    async def _read_earlier(self) -> None:
+        """Once; who comes meanwhile waits for the same reading."""
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._trees.read_inferred(READ_AT_START))
+        try:
+            await asyncio.shield(self._reading)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._reading = None  # the next one tries again
+            log.warning("conversations of before this start are not known yet: %s", error)
 
     async def position(self, plan: ContinuationPlan, prompt: array[int]) -> TreePosition:
         """`prompt`: the tokens that the engine says it used. Raises what the store raises."""

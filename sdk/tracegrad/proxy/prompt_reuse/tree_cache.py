@@ -41,6 +41,7 @@ class TurnReader(Protocol):
         self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]: ...
     def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None: ...
+    def recent_inferred(self, most: int) -> list[str]: ...
 
 
 class CachedTurn(NamedTuple):
@@ -165,6 +166,20 @@ class TurnTreeCache:
             # Others wait for the same reading: a call that is cancelled must not stop it.
             await within_store_timeout(asyncio.shield(tree.loading))
         return list(tree.turns.values())
+
+    async def read_inferred(self, most: int) -> None:
+        """The conversations without a name that had a call last, as many as fit in half of the
+        memory. Raises what the store raises."""
+        named = await within_store_timeout(run_in_thread(self._store.recent_inferred, most))
+        read: list[str] = []
+        for rollout_id in named:
+            if self.size > self._limit // 2:
+                break
+            await self.turns(rollout_id)
+            read.append(rollout_id)
+        for rollout_id in reversed(read):  # the newest stays longest
+            if rollout_id in self._trees:
+                self._trees.move_to_end(rollout_id)
 
     def in_memory(self, rollout_id: str) -> list[CachedTurn]:
         """The rollout's turns that are in memory."""

@@ -3,6 +3,7 @@ taken that one, in another with the same tokens."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,8 @@ class Talk:
         self.said.append({"role": "assistant", "content": reply.strip()})
 
     def close(self) -> list[str]:
-        self.clock.advance(IDLE_S + 1)
+        # Turns are dated by the real clock, which may have gone on for long on a busy machine.
+        self.clock.advance(max(0.0, time.time() - self.clock.now) + IDLE_S + 1)
         return Ledger(self.store).close_idle(IDLE_S)
 
     def take(self) -> str:

@@ -30,6 +30,9 @@ class NothingStored:
     def rollout_turns(self, rollout_id: str, **_: bool) -> list[Turn]:
         return []
 
+    def recent_inferred(self, most: int) -> list[str]:
+        return []
+
     def find_turn(self, turn_id: str, **_: bool) -> Turn | None:
         return None
 

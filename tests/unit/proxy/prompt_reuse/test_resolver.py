@@ -20,6 +20,7 @@ from tracegrad.proxy.engine.completion import tool_call_id
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse, TreePosition
 from tracegrad.proxy.prompt_reuse.tree_cache import cached_turn
 from tracegrad.store import Store
+from tracegrad.store.errors import StoreUnavailable
 from tracegrad.turn_tree import extends
 
 Json = dict[str, Any]
@@ -285,6 +286,53 @@ def test_a_conversation_goes_on_after_a_restart(
     assert second.parent_id == first.turn_id
 
 
+def test_a_conversation_without_a_name_goes_on_after_a_restart(
+    engine: MockEngine, serve_proxy: ServeProxy, store: Store
+) -> None:
+    engine.replies += [Answer("one"), Answer("other"), Answer("on one"), Answer("on other")]
+
+    def ask(http: httpx.Client, *messages: Json) -> None:
+        http.post(CHAT, json={"messages": messages}).raise_for_status()
+
+    with serve_proxy() as http:
+        ask(http, user("go"))
+        ask(http, user("come"))
+    with serve_proxy() as http:
+        ask(http, user("go"), says("one"), user("and"))
+        ask(http, user("come"), says("other"), user("and"))
+    conversations = [store.rollout_turns(row.rollout_id) for row in store.rollouts()]
+    assert sorted(len(turns) for turns in conversations) == [2, 2]
+    for first, second in conversations:
+        assert (second.parent_id, second.fork_reason) == (first.turn_id, None)
+
+
+async def test_earlier_conversations_are_read_once_and_again_after_a_failure() -> None:
+    store = CountingStore({})
+    asked: list[int] = []
+
+    def recent(most: int) -> list[str]:
+        asked.append(most)
+        if len(asked) == 1:
+            raise StoreUnavailable("it is started")
+        return []
+
+    store.recent_inferred = recent  # type: ignore[method-assign]
+    continuation = PromptReuse(store, limit_bytes=10_000)
+    for _ in range(3):
+        plan = await continuation.plan(None, a_call(user("go"), says("x"), user("on")))
+        assert plan.parent is None
+    assert len(asked) == 2
+
+
+async def test_no_more_of_earlier_conversations_is_read_than_fits_in_half_of_the_memory() -> None:
+    turns = {f"r{n}": [a_turn(f"r{n}", [n] * 1000, [5])] for n in range(20)}
+    store = CountingStore(turns)
+    continuation = PromptReuse(store, limit_bytes=60_000)
+    await continuation.plan(None, a_call(user("go"), says("x"), user("on")))
+    assert 0 < store.reads < 8
+    assert [turn.rollout_id for turn in continuation._trees.recent(2)] == ["r19", "r18"]
+
+
 class CountingStore:
     """Reads from a dictionary, and counts how often."""
 
@@ -297,6 +345,9 @@ class CountingStore:
     ) -> list[Turn]:
         self.reads += 1
         return list(self.turns.get(rollout_id, ()))
+
+    def recent_inferred(self, most: int) -> list[str]:
+        return [*self.turns][::-1][:most]
 
     def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None:
         every = [turn for turns in self.turns.values() for turn in turns]

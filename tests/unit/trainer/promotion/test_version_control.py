@@ -46,10 +46,28 @@ def test_those_that_a_guard_may_ask_for_stay(store: Store, tmp_path: Path) -> No
     run.serve(0, 1)
     run.wanted = {3, 1}  # of 3 there is nothing on disk: the newest before it has to do
     run.serve(2, 3, 4, 5)
-    assert run.kept() == [1, 2, 5]
-    run.wanted = set()
+    assert run.kept() == [1, 2, 4, 5], "and those since may be wanted yet"
+    run.wanted = {4}
     run.serve(6)
-    assert run.kept() == [6]
+    assert run.kept() == [4, 5, 6]
+    run.wanted = set()
+    run.serve(7)
+    assert run.kept() == [7]
+
+
+def test_of_many_that_may_be_wanted_yet_some_stay(store: Store, tmp_path: Path) -> None:
+    """As where thumbs come twenty versions late."""
+    run = ServedRun(store, tmp_path, keep=1)
+    run.serve(0)
+    most = 0
+    for version in range(1, 40):
+        run.wanted = {max(0, version - 20)}
+        run.serve(version)
+        most = max(most, len(run.kept()))
+        nearest = store.version_history().kept_before(max(0, version - 10))
+        assert nearest is not None
+        assert version - 10 - nearest < 4
+    assert most < 13
 
 
 def test_nothing_is_pruned_before_guards_remember(store: Store, tmp_path: Path) -> None:
@@ -59,7 +77,7 @@ def test_nothing_is_pruned_before_guards_remember(store: Store, tmp_path: Path) 
     run.wanted = set()  # a guard's state is restored after what was decided meanwhile
     store.decide(Decision(kind="pin", version=2, by="ann@host", reason="for later"))
     run.begin_again()
-    assert run.kept() == [0, 2]
+    assert run.kept() == [0, 1, 2]
 
 
 def test_a_rollback_serves_the_weights_themselves_and_ends_the_ranks(

@@ -110,7 +110,7 @@ def test_a_rollback_with_nowhere_to_go_is_refused_and_training_stays_paused(
     assert drifted(store, DriftWatch(ROLLBACK, store))
     run.control.look()
     [refused] = store.version_history().refused
-    assert "no good version before 3 is kept on disk" in str(refused.refused)
+    assert "version: 1 is not kept on disk (beyond_keep); kept are: 3" in str(refused.refused)
     assert store.training_pause() is not None
 
 
