@@ -14,6 +14,13 @@ PREFIX = "gen_ai."
 
 # What is done, and by whom.
 OPERATION = "gen_ai.operation.name"
+# Attribute -> value, by which a span says that it is a tool's call: one of OpenTelemetry's, of
+# OpenInference's, of Traceloop's conventions.
+OF_TOOLS = {
+    OPERATION: "execute_tool",
+    "openinference.span.kind": "TOOL",
+    "traceloop.span.kind": "tool",
+}
 AGENT_NAME = "gen_ai.agent.name"
 CONVERSATION = "gen_ai.conversation.id"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -29,7 +29,8 @@ STAGES: Mapping[str, str] = {
     "decode": "first token to last",
     "inference": "both, of answers in one piece",
     "commit": "turns were written to the store",
-    "between": "tools, or the agent itself",
+    "tools": "spans of tools, while no call ran",
+    "between": "the agent itself, or tools without spans",
     "reward": "last call to the reward that counts",
     "waiting": "until a step leased it",
     "training": "until its step was committed",
@@ -105,7 +106,8 @@ def time_of(moments: RolloutMoments) -> RolloutTime:
     laid = [_segments(turn, commits.get(turn.turn_id)) for turn in moments.turns]
     began_at = min([moments.opened_at, *(each[0].begin for each in laid)])
     laid = [[_since(began_at, segment) for segment in segments] for segments in laid]
-    background = [*_background(moments, laid, began_at)]
+    tools = [(begin - began_at, end - began_at) for begin, end in moments.tools]
+    background = [*_with_tools(_background(moments, laid, began_at), tools)]
     stages = _share_out([segment for each in laid for segment in each], background)
     _add_measured_zeros(stages, moments, laid)
     turns = [_turn_time(turn, segments) for turn, segments in zip(moments.turns, laid, strict=True)]
@@ -211,6 +213,35 @@ def _background(
     yield from until(consumed, "unknown" if leased is None else "training")
 
 
+def _with_tools(
+    background: Iterable[_Segment], tools: Sequence[tuple[float, float]]
+) -> Iterator[_Segment]:
+    """What is `between` is cut where tools ran, one or several."""
+    ran = _union(tools)
+    for stage, begin, end in background:
+        if stage == "between":
+            for first, last in ran:
+                if last <= begin or first >= end:
+                    continue
+                if first > begin:
+                    yield _Segment("between", begin, first)
+                yield _Segment("tools", max(begin, first), min(end, last))
+                begin = min(end, last)
+        if end > begin:
+            yield _Segment(stage, begin, end)
+
+
+def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """In order, none overlapping the next one."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
 def _share_out(calls: Sequence[_Segment], background: Sequence[_Segment]) -> dict[str, float]:
     """Seconds by stage: each moment once."""
     changes: list[tuple[float, int, str]] = []
@@ -250,6 +281,7 @@ def _add_measured_zeros(
     whole = "unknown" not in stages
     reached = {
         "setup": whole and bool(laid),
+        "tools": whole and bool(moments.tools),
         "between": whole and bool(laid),
         "reward": whole and moments.rewarded_at is not None,
         "waiting": moments.leased_at is not None,

@@ -36,6 +36,7 @@ def rollouts(draw: st.DrawFn) -> RolloutMoments:
         leased_at=draw(maybe),
         consumed_at=draw(maybe),
         turns=turns,
+        tools=draw(st.lists(st.tuples(MOMENTS, MOMENTS), max_size=4)),
     )
 
 
@@ -113,6 +114,28 @@ def test_the_runners_sandbox_and_reward_are_told_apart() -> None:
         "decode": 2.0,
         "between": 3.0,  # the agent's, after its last call
         "reward": 2.0,
+    }
+
+
+def test_tools_are_told_from_the_agent_where_spans_tell_of_them() -> None:
+    found = time_of(
+        RolloutMoments(
+            rollout_id="r",
+            opened_at=100.0,
+            turns=[
+                TurnMoment("a", 102.0, {"decode": 1.0}),
+                TurnMoment("b", 110.0, {"decode": 2.0}),
+            ],
+            finished_at=113.0,
+            # Two at once, one of them while the next call is made already; one after the last.
+            tools=[(103.0, 105.0), (104.0, 109.0), (110.5, 111.0)],
+        )
+    )
+    assert seconds_of(found) == {
+        "setup": 1.0,
+        "decode": 3.0,
+        "tools": 5.5,
+        "between": 3.5,
     }
 
 

@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sqlalchemy import Connection, and_, select
+from sqlalchemy import Connection, and_, or_, select
 
 from tracegrad.events import Json
+from tracegrad.genai_attributes import OF_TOOLS
 from tracegrad.protocol import REWARD_SPAN, SANDBOX_SPAN
 from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.filters import RolloutFilter
@@ -46,6 +47,7 @@ class RolloutMoments:
     sandbox_until: float | None = None
     scored_from: float | None = None
     turns: Sequence[TurnMoment] = ()  # in order of capture
+    tools: Sequence[tuple[float, float]] = ()  # beginnings and ends of spans of tools
 
 
 class _Reward(NamedTuple):
@@ -81,6 +83,7 @@ def load_moments(connection: Connection, rollout_ids: Collection[str]) -> list[R
     turns = _turns(connection, rollout_ids)
     rewards = _rewards(connection, rollout_ids)
     stages = _runner_spans(connection, rollout_ids)
+    tools = _tool_spans(connection, rollout_ids)
     lease = and_(Leases.rollout_id == Rollouts.rollout_id, Leases.lease_id == Rollouts.lease_id)
     query = select(
         Rollouts.rollout_id,
@@ -106,6 +109,7 @@ def load_moments(connection: Connection, rollout_ids: Collection[str]) -> list[R
             sandbox_until=stages.get((row.rollout_id, SANDBOX_SPAN), (None, None))[1],
             scored_from=stages.get((row.rollout_id, REWARD_SPAN), (None, None))[0],
             turns=turns[row.rollout_id],
+            tools=tools[row.rollout_id],
         )
     return [found[rollout_id] for rollout_id in rollout_ids if rollout_id in found]
 
@@ -133,6 +137,18 @@ def _runner_spans(
         (row.rollout_id, row.name): (row.start_ns / 1e9, row.end_ns / 1e9)
         for row in rows_of_keys(connection, query, Spans.rollout_id, rollout_ids)
     }
+
+
+def _tool_spans(
+    connection: Connection, rollout_ids: Collection[str]
+) -> dict[str, list[tuple[float, float]]]:
+    """Begin and end of each, in seconds since the epoch."""
+    found: dict[str, list[tuple[float, float]]] = {rollout_id: [] for rollout_id in rollout_ids}
+    says = [Spans.attributes[name].as_string() == value for name, value in OF_TOOLS.items()]
+    query = select(Spans.rollout_id, Spans.start_ns, Spans.end_ns).where(or_(*says))
+    for row in rows_of_keys(connection, query, Spans.rollout_id, rollout_ids):
+        found[row.rollout_id].append((row.start_ns / 1e9, row.end_ns / 1e9))
+    return found
 
 
 def _rewards(connection: Connection, rollout_ids: Collection[str]) -> dict[str, list[_Reward]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.cli.timed_rollouts import BEGAN, OLD, TRAINED, WAITS, timed_samples
 from support.store.events import make_turn
-from tracegrad.events import Reward, RolloutStarted
+from tracegrad.events import Reward, RolloutStarted, Span
 from tracegrad.store import Ledger, RolloutFilter, Store
 from tracegrad.store.read.rollout_moments import RolloutMoments, find_moments, load_moments
 
@@ -58,3 +58,32 @@ def test_a_lease_that_nothing_came_of_ends_no_wait(store: Store) -> None:
     timed_samples(store)
     assert [lease.state(0.0) for lease in Ledger(store).leases(OLD)] == ["held"]
     assert moments_of(store, OLD).leased_at is None
+
+
+def test_spans_of_tools_are_known_by_any_convention(store: Store) -> None:
+    kinds: list[dict[str, object]] = [
+        {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "search"},
+        {"openinference.span.kind": "TOOL"},
+        {"traceloop.span.kind": "tool"},
+        {"gen_ai.operation.name": "invoke_agent"},
+        {"openinference.span.kind": "AGENT", "tool": 1},
+        {},
+    ]
+    store.append(
+        [
+            RolloutStarted(rollout_id="r"),
+            *(
+                Span(
+                    trace_id="0" * 31 + "1",
+                    span_id=f"{number + 1:016x}",
+                    rollout_id="r",
+                    name="x",
+                    start_ns=number * 10**9,
+                    end_ns=number * 10**9 + 500_000_000,
+                    attributes=attributes,
+                )
+                for number, attributes in enumerate(kinds)
+            ),
+        ]
+    )
+    assert sorted(moments_of(store, "r").tools) == [(0.0, 0.5), (1.0, 1.5), (2.0, 2.5)]
