@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from support.trainer.trainer_serve import Ended, find_free_port, trainer_serve
+from tracegrad.store import PolicyVersion, Store
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.launch.run_state import RunState, read_state
 from tracegrad_trainer.launch.session import lock_state_folder
@@ -74,6 +75,22 @@ def test_a_folder_in_use(char_model: Path, tmp_path: Path) -> None:
     found = read_state(tmp_path, "serve")
     assert found is not None
     assert found["stage"] == "serving", "the other one's state is its own"
+
+
+def test_a_store_of_another_model(char_model: Path, tmp_path: Path) -> None:
+    """No step says so, but what was served does: its tokens would pass for this model's."""
+    served = {"path": "/models/other", "weights": "0" * 64}
+    (tmp_path / "state").mkdir()
+    with Store.open(f"sqlite:///{tmp_path}/state/store.db") as store:
+        store.record_version(PolicyVersion(0, None, "serving", detail={"base": served}))
+        # A rollback says nothing of the model.
+        store.record_version(PolicyVersion(0, None, "serving", detail={"weights_step": 0}))
+    ended = serve(char_model, tmp_path / "state")
+    ended.is_clean()
+    assert ended.code == 1
+    assert len(ended.lines) == 2, "the plan, and why not"
+    assert ended.last_line.startswith("trainer serve: model = ")
+    assert "'/models/other', with other weights" in ended.last_line
 
 
 @pytest.mark.parametrize(

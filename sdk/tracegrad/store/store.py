@@ -355,6 +355,7 @@ class Store:
             return version_records.serving_version(connection)
 
     version_history = _method(version_records.version_history)
+    served_model = _method(version_records.served_model)
     training_pause = _method(version_records.training_pause)
     kept_steps = _method(version_records.kept_steps)
 

@@ -133,9 +133,9 @@ def print_versions(history: VersionHistory, console: Console, *, last: int, as_j
         line = f"training is paused by {_by(history.paused)}"
         console.print(line, highlight=False, soft_wrap=True)
     if history.refused:
-        one = history.refused[-1]
-        ago = format_age(one.created_at)
-        line = f"refused {ago} ago: {one.kind} by {_by(one)}: {one.refused} (--decisions)"
+        last_one = history.refused[-1]
+        ago, what = format_age(last_one.created_at), f"{last_one.kind} by {_by(last_one)}"
+        line = f"refused {ago} ago: {what}: {last_one.refused} (--decisions)"
         console.print(line, highlight=False, soft_wrap=True)
 
 

@@ -18,6 +18,7 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.base_model import (
     BaseModelRecord,
     base_model_difference,
+    weights_digest,
 )
 from tracegrad_trainer.engine.checkpoint.manifest import (
     CheckpointError,
@@ -164,6 +165,26 @@ def check_base_model(
             f"{' --merged' if base.lora else ''} --out DIR with the former settings, then --model"
             " DIR"
         )
+
+
+def check_served_model(store: Store, settings: TrainerSettings) -> None:
+    """That the store's versions are of the settings' model, where no step was committed that would
+    say so: their tokens would pass for this model's.
+
+    Raises:
+        CheckpointError: they are of another; names the setting, and what to do.
+    """
+    recorded = store.served_model()
+    if recorded is None or StepHistory(store).count():
+        return
+    base = BaseModelRecord.model_validate(recorded)
+    if base.weights is None or base.weights == weights_digest(settings.model):
+        return
+    raise CheckpointError(
+        f"model = {str(settings.model)!r}: the versions that the store has rollouts of were served"
+        f" from {base.path!r}, with other weights; set it back, or give this model a store of its"
+        " own (--state-dir ..., or proxy.store)"
+    )
 
 
 def _base_of_settings(stored: Json) -> Json | None:

@@ -25,7 +25,7 @@ from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.model.reference import reference_layout
 from tracegrad_trainer.engine.model.sharded_load import empty_model
 from tracegrad_trainer.inference.m2n_push import m2n_missing
-from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
+from tracegrad_trainer.rl.committed_checkpoint import check_served_model, resume_checkpoint
 from tracegrad_trainer.utils.network import http_client
 
 # Letters of several scripts, digits, spaces, code, and what looks like a special token.
@@ -36,7 +36,8 @@ STORED = ("sft", "dpo", "kto")
 
 
 def check_before_training(settings: TrainerSettings, store: Store, free: int | None = None) -> None:
-    """The model fits and has its own tokenizer, and the last step's checkpoint is there.
+    """The model fits and has its own tokenizer, it is the one whose versions the store has, and the
+    last step's checkpoint is there.
 
     `free`: bytes that a rank may have on its GPU; default: what is free there now.
 
@@ -54,6 +55,7 @@ def check_before_training(settings: TrainerSettings, store: Store, free: int | N
     check_precision(settings)
     check_memory(settings, vocabulary=len(tokenizer_of(settings)), free=free)
     resume_checkpoint(store, settings)
+    check_served_model(store, settings)
 
 
 def check_memory(

@@ -183,7 +183,8 @@ class ServeWorker:
         if published.superseded:
             self._record("superseded", published.detail())
         else:
-            self._record("serving" if published.error is None else "failed", published.detail())
+            detail = published.detail() | {"base": self.training.base_model}
+            self._record("serving" if published.error is None else "failed", detail)
         if published.error is None:
             self._keep()
         return published.error, published.lost

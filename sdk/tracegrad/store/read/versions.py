@@ -17,6 +17,8 @@ from tracegrad.store.models import Decisions, Steps, VersionEvents
 from tracegrad.store.rows import load, select_fields
 from tracegrad.store.types import Decision, PolicyVersion
 
+_LOOKED_AT = 20  # rollbacks do not say of which model they are
+
 VersionState = Literal[
     "pushing", "candidate", "promoted", "served", "rolled_back", "lost", "superseded", "failed"
 ]
@@ -149,6 +151,19 @@ def serving_version(connection: Connection) -> int | None:
         .limit(1)
     )
     return connection.scalar(query)
+
+
+def served_model(connection: Connection) -> Json | None:
+    """What the version that was served last said of the model folder (`detail["base"]`); None:
+    none said."""
+    query = (
+        select(VersionEvents.detail)
+        .where(VersionEvents.state == "serving")
+        .order_by(VersionEvents.seq.desc())
+        .limit(_LOOKED_AT)
+    )
+    bases = (detail.get("base") for detail in connection.scalars(query))
+    return next((base for base in bases if base is not None), None)
 
 
 def training_pause(connection: Connection) -> Decision | None:
