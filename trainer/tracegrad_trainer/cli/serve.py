@@ -322,6 +322,7 @@ class ServeStack:
                     ready,
                     answers,
                     proven_by_time=by_time,
+                    essential=child.name not in AT_WORK,
                     starts_again=self._rolled_back,
                 )
             )

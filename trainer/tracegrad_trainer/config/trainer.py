@@ -146,7 +146,8 @@ class TrainerSettings(FileSettings):
         ge=0,
         description="a part of `trainer serve` (vLLM, the proxy, the ranks) that ends or answers no"
         " more is started again, so many times in a row with nothing achieved between them: a"
-        " minute of service, or a step of the ranks; 0: its first end ends the run",
+        " minute of service, or a step of the ranks; scorers and others that no call needs are"
+        " tried again for ever; 0: the first end of any ends the run",
     )
     proxy_url: str | None = Field(
         None,

@@ -1,4 +1,5 @@
-"""Parts of `trainer serve` that end are started again; one that keeps ending is given up.
+"""Parts of `trainer serve` that end are started again. One that keeps ending is given up, and the
+run with it; one that nobody's calls need, such as the scorers, is tried again for ever.
 
 Each part goes: up -> (it ended, or answers no more) down, for a pause -> starting -> up. Nothing
 here waits: `tick` looks, and returns.
@@ -46,13 +47,15 @@ class Backoff:
 class Part:
     """`is_ready`: after a start; `answers`: while it is up, None where nobody asks.
     `proven_by_time`: a part that serves is proven by `STABLE_S` of it; ranks are by a step
-    (`backoff.achieved`), and may be done, unless they asked to be started again."""
+    (`backoff.achieved`), and may be done, unless they asked to be started again. `essential`: the
+    run ends where it is given up."""
 
     process: ChildProcess
     backoff: Backoff
     is_ready: Callable[[], bool]
     answers: Callable[[], bool] | None = None
     proven_by_time: bool = True
+    essential: bool = True
     starts_again: Callable[[], bool] = lambda: False  # a part that ended well
     restarts: int = 0
     last_end: str = ""
@@ -150,11 +153,14 @@ class Supervisor:
         part.restarts += 1
         part.last_end, part.last_end_at = str(error), self.wall()
         pause = part.backoff.ended()
+        most, times = part.backoff.most, ""
         if pause is None:
-            most = part.backoff.most
-            times = f"; it has ended {most + 1} times in a row (max_restarts)" if most else ""
-            raise ChildError(f"{error}{times}") from error
+            ends = part.backoff.failures
+            times = f"; it has ended {ends} times in a row (max_restarts)" if most else ""
+            if part.essential or not most:
+                raise ChildError(f"{error}{times}") from error
+            pause = LONGEST_PAUSE_S
         part.start_at = self.clock() + pause
         when = f"in {pause:.0f} s" if pause else "now"
-        self.say(f"{error}; it is started again {when}")
+        self.say(f"{error}{times}; it is started again {when}")
         self.changed()

@@ -67,6 +67,7 @@ class Rig:
         most: int = 3,
         answers: Callable[[], bool] | None = None,
         proven_by_time: bool = True,
+        essential: bool = True,
     ) -> None:
         self.process = FakeProcess("vllm", folder)
         self.ready = True
@@ -77,6 +78,7 @@ class Rig:
             lambda: self.ready,
             answers,
             proven_by_time=proven_by_time,
+            essential=essential,
         )
         self.supervisor = Supervisor(
             [self.part],
@@ -121,6 +123,21 @@ def test_a_part_that_ended_is_started_again_and_said_to_be_ready(tmp_path: Path)
     assert rig.said[-1] == "vllm ready again (pid None, 20 s)"
     assert rig.supervisor.as_json()["vllm"]["up"]
     assert rig.changes == 2
+
+
+def test_what_no_call_needs_ends_no_run(tmp_path: Path) -> None:
+    """As scorers whose function is broken: people are served all the same."""
+    rig = Rig(tmp_path, most=2, essential=False)
+    for _ in range(6):
+        rig.end_and_return()
+    assert rig.process.starts == 7
+    assert "it has ended 6 times in a row (max_restarts); it is started again in 30 s" in next(
+        line for line in reversed(rig.said) if "ended" in line
+    )
+    rig = Rig(tmp_path, most=0, essential=False)
+    rig.process.code = 1
+    with pytest.raises(ChildError):
+        rig.tick()
 
 
 def test_it_waits_out_its_pause(tmp_path: Path) -> None:
