@@ -58,6 +58,10 @@ class CallTiming:
         call waits for an engine."""
         self.first_at = self.ended_at = None
 
+    def goes_on(self) -> None:
+        """An engine died in the middle of its stream, and another one is to say the rest."""
+        self.ended_at = None
+
     def entered_gate(self) -> None:
         if self.gate_at is None:
             self.gate_at = monotonic()

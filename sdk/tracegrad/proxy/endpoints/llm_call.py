@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ from tracegrad.proxy.engine.response import (
     read_response,
     strip_unrequested,
 )
+from tracegrad.proxy.engine.resume import resumed
 from tracegrad.proxy.engine.routed_experts import warn_streams_lack_experts
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.upstreams import Upstream, UpstreamResponse
@@ -90,7 +92,8 @@ class ProxyServices:
 
 @dataclass(frozen=True, slots=True)
 class CallContext:
-    """One call on its way."""
+    """One call on its way. `resumed` is for the rest of a stream: the call, and the tokens that the
+    engine goes on behind."""
 
     call: Call
     owner: CallOwner
@@ -99,6 +102,7 @@ class CallContext:
     admission: Admission
     fingerprint: Fingerprint
     timing: CallTiming
+    resumed: tuple[Call, array[int] | None] | None = None
 
 
 class LlmCallEndpoint:
@@ -270,21 +274,19 @@ class LlmCallEndpoint:
     async def _stream(
         self, context: CallContext, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """The answer chunk by chunk. Raises ApiError only while no stream has begun."""
+        """The answer chunk by chunk, of two engines where the first one dies. Raises ApiError only
+        while no stream has begun."""
         writer = self._dialect.writer(context.call)
         stream = EngineStream(context.call, context.admission.arrival_version)
         broken: ApiError | None = None
         with StreamedResponse(
             scope, send, writer.content_type, writer.keepalive, self._services.keepalive_s
         ) as response:
+            relay = _Relay(stream, writer, response)
             try:
-                async with (
-                    cancel_on_disconnect(receive),
-                    self._admitted(context),
-                    self._engine_response(context) as engine,
-                ):
-                    relay = _Relay(stream, context.admission, writer, response)
-                    broken = await relay.run(engine)
+                broken = await self._relay(context, relay, receive)
+                if isinstance(broken, EngineDied):
+                    broken = await self._relay_the_rest(context, stream, relay, receive, broken)
             except ApiError as refusal:
                 if not response.begun:
                     raise
@@ -296,6 +298,44 @@ class LlmCallEndpoint:
                 await self._record_partial(context, stream.completions())
                 raise
             await self._finish(context, stream, writer, response, broken)
+
+    async def _relay(
+        self, context: CallContext, relay: _Relay, receive: Receive
+    ) -> ApiError | None:
+        """What broke the stream, if anything did. Raises ApiError: none has begun."""
+        async with (
+            cancel_on_disconnect(receive),
+            self._admitted(context),
+            self._engine_response(context) as engine,
+        ):
+            return await relay.run(engine, context.admission)
+
+    async def _relay_the_rest(
+        self,
+        context: CallContext,
+        stream: EngineStream,
+        relay: _Relay,
+        receive: Receive,
+        died: EngineDied,
+    ) -> ApiError | None:
+        """Once, from the next engine that is up, behind what the client has. What broke that too,
+        or `died` where nobody can go on."""
+        if not self._services.upstream.capabilities.exact_prompts:
+            return died
+        said = stream.said_so_far()
+        rest = None if said is None else resumed(context.call, said[1])
+        if said is None or rest is None:
+            return died
+        ids, count = said
+        log.warning("a stream goes on behind %d tokens: %s", count, died.message)
+        context.timing.goes_on()
+        admission = self._services.gate.admission(context.plan.rollout_id, streaming=True)
+        again = replace(context, admission=admission, resumed=(rest, ids or None))
+        stream.go_on(admission.arrival_version, count)
+        try:
+            return await self._relay(again, relay, receive)
+        except ApiError as error:
+            return error
 
     async def _finish(
         self,
@@ -345,11 +385,11 @@ class LlmCallEndpoint:
     @asynccontextmanager
     async def _engine_response(self, context: CallContext) -> AsyncIterator[UpstreamResponse]:
         """The engine's answer with status 200. Raises ApiError for any other."""
-        call = context.call
+        call, prompt_ids = context.resumed or (context.call, None)
         ask = EngineRequest(
             stream=context.admission.streaming,
             model=context.admission.model or self._services.model,
-            prompt_ids=context.plan.prompt_ids,
+            prompt_ids=prompt_ids or context.plan.prompt_ids,
             return_tokens=self._services.upstream.capabilities.tokens,
             routed_experts_from=context.plan.routed_experts_from,
             cache_salt=self._cache_salt(context.admission),
@@ -429,19 +469,21 @@ class _Relay:
     def __init__(
         self,
         stream: EngineStream,
-        admission: Admission,
         writer: StreamWriter,
         response: StreamedResponse,
     ) -> None:
         self._stream = stream
-        self._admission = admission
+        self._admission: Admission | None = None  # of the engine that speaks
         self._writer = writer
         self._response = response
         self._begun = False
         self._first: list[bytes] = []  # what came with the first words, to be passed on after them
 
-    async def run(self, engine: UpstreamResponse) -> ApiError | None:
+    async def run(self, engine: UpstreamResponse, admission: Admission) -> ApiError | None:
         """Returns what broke the stream, if anything did."""
+        self._admission, self._first = admission, []
+        if self._begun:
+            await self._response.drain()  # of what the one before said last
         try:
             await engine.deliver(self._consume, self._drained, self._pass_frames)
         except ApiError as error:
@@ -477,6 +519,7 @@ class _Relay:
         return None if frames is None else self._response.write_frames(frames)
 
     async def _drained(self) -> None:
+        assert self._admission is not None, "an engine speaks"
         self._admission.blocked = True
         await self._response.drain()
         while self._first:

@@ -70,6 +70,16 @@ class SampledCompletion:
         else:
             versions.append((version, count))
 
+    def truncate(self, count: int) -> None:
+        """To its first `count` tokens."""
+        del self.token_ids[count:], self.logprobs[count:]
+        kept, versions = 0, list[tuple[int, int]]()
+        for version, number in self.versions:
+            if (some := min(number, count - kept)) > 0:
+                versions.append((version, some))
+                kept += some
+        self.versions = versions
+
     def discard_tokens(self, reason: str) -> None:
         """Forget the tokens; `reason` says why. The first reason stays."""
         if self.discard_reason is not None:

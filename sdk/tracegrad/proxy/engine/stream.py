@@ -7,13 +7,14 @@ after the commit.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
-from tracegrad.events import Json
+from tracegrad.events import Json, token_id_array
 from tracegrad.proxy.engine.completion import (
     SampledCompletion,
     prompt_token_ids_of,
@@ -48,6 +49,7 @@ class EngineStream:
         self._token_chunks: TokenChunkReader | None = None
         self._shown_prompt: orjson.Fragment | None = None  # as the engine wrote it
         self._pending_version = 0  # of what is pending in it
+        self._carried: int | None = None  # tokens of ours in the prompt that goes on
         self.tail: list[Json] = []
         self.done = False  # the engine said [DONE]
         self.error: ApiError | None = None  # that the engine reported, or a chunk that is none
@@ -82,6 +84,24 @@ class EngineStream:
         """One for each choice, in order; those cut off have no finish reason."""
         self._settle()
         return [self._choices[index].close(self._head, self._usage) for index in self._indexes()]
+
+    def said_so_far(self) -> tuple[array[int], int] | None:
+        """The prompt's tokens and those of the words that were passed on, and how many these are;
+        what is behind them is forgotten. Empty where nothing came. None: of several choices, of a
+        thought or a tool call that had begun, and without tokens nobody can go on."""
+        self._settle()
+        if not self._choices:
+            return token_id_array(), 0
+        if self._indexes() != [0] or self.tail:
+            return None
+        return self._choices[0].cut_to_words()
+
+    def go_on(self, stamp: Callable[[], int], carried: int) -> None:
+        """What is fed from now on comes from another engine, whose prompt ended with the `carried`
+        tokens of `said_so_far`."""
+        self._stamp, self._carried = stamp, carried
+        self.error, self.done = None, False
+        self._events, self._token_chunks = sse.EventBuffer(), None
 
     def assemble(self) -> Json:
         """What the engine would have answered had it not streamed, as the client may see it."""
@@ -168,6 +188,8 @@ class EngineStream:
 
     def _chunk(self, chunk: Json, out: list[Json | bytes]) -> None:
         choices = chunk["choices"]
+        if self._carried is not None and self._head:
+            _take_for_the_rest(chunk, self._carried)
         ends = not choices
         version = self._stamp()
         for choice in choices:
@@ -202,6 +224,20 @@ class EngineStream:
             state.reply.prompt_token_ids = prompt
 
 
+def _take_for_the_rest(chunk: Json, carried: int) -> None:
+    """As a chunk in the middle of the answer: its client and the record have the prompt and the
+    role, and the counts are those of one answer."""
+    chunk.pop("prompt_token_ids", None)
+    for choice in chunk["choices"]:
+        choice.pop("prompt_token_ids", None)
+        delta = choice.get("delta") or {}
+        if delta.pop("role", None) and not delta.get("content"):
+            delta.pop("content", None)
+    if usage := chunk.get("usage"):
+        usage["prompt_tokens"] = (usage.get("prompt_tokens") or 0) - carried
+        usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + carried
+
+
 def _says_nothing(chunk: Json) -> bool:
     """A chunk that carried only token ids: without them the engine would not have sent it."""
     if chunk.get("usage"):
@@ -225,6 +261,16 @@ class _Choice:
         self._reasoning: list[str] = []
         self._tools: dict[int, Json] = {}
         self._logprobs: list[Json] = []  # where the client asked for them
+        self._said = 0  # tokens, up to the last one that came with a word
+
+    def cut_to_words(self) -> tuple[array[int], int] | None:
+        """As `EngineStream.said_so_far`."""
+        reply = self.reply
+        only_thoughts = self._reasoning and not self._content
+        if self._tools or only_thoughts or reply.discard_reason or not reply.prompt_token_ids:
+            return None
+        reply.truncate(self._said)
+        return reply.prompt_token_ids + reply.token_ids, self._said
 
     def add(self, choice: Json, version: int, call: Call) -> None:
         self.reply.add(choice.get("token_ids"), logprobs_of(choice), version)
@@ -234,6 +280,8 @@ class _Choice:
             self._content.append(_typed(str, text) or "")
         else:
             self._say(choice["delta"], call.tool_call_prefix)
+            if choice["delta"].get("content"):
+                self._said = len(self.reply.token_ids)
         if (finish := _typed(str, choice.get("finish_reason"))) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
@@ -245,6 +293,7 @@ class _Choice:
         self.reply.add(run.token_ids, run.logprobs, version)
         if run.content:
             self._content.append(run.content)
+            self._said = len(self.reply.token_ids) - run.unsaid
         if run.reasoning:
             self._reasoning.append(run.reasoning)
 

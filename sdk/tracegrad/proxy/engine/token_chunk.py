@@ -43,12 +43,14 @@ _LOGPROB = re.compile(rb'"logprob":(%b)' % _NUMBER)
 
 
 class TokenRun(NamedTuple):
-    """What some chunks said, in order."""
+    """What some chunks said, in order. `unsaid`: how many of the tokens, the last ones, came
+    without a word: a letter of theirs is not whole yet."""
 
     content: str
     reasoning: str
     token_ids: list[int]
     logprobs: list[float]
+    unsaid: int = 0
 
 
 class TokenChunkReader:
@@ -162,10 +164,20 @@ class TokenChunkReader:
             _joined(self._reasoning),
             orjson.loads(b"[%b]" % b",".join(self.token_ids)),
             [float(each) for each in self._logprobs],
+            self._unsaid(),
         )
         for pending in (self._content, self._reasoning, self.token_ids, self._logprobs):
             pending.clear()
         return run
+
+    def _unsaid(self) -> int:
+        texts = self._content or self._reasoning
+        wordless = 0
+        for text, ids in zip(reversed(texts), reversed(self.token_ids), strict=False):
+            if text != b'""':
+                break
+            wordless += ids.count(b",") + 1
+        return wordless
 
 
 def _is_utf8(found: re.Match[bytes]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from tracegrad_trainer.utils.network import find_free_port
 
 HELLO = [{"role": "user", "content": "Hello"}]
 CHAT = "/rollouts/r1/v1/chat/completions"
+STORY = Answer("a story that breaks off")
 CONTROL = {"authorization": f"Bearer {CONTROL_KEY}"}
 
 
@@ -120,15 +122,120 @@ def test_a_pooled_connection_that_went_stale_is_not_an_error(serve_proxy: ServeP
     assert all(b"return_token_ids" in request for request in requests)
 
 
-def test_a_stream_that_breaks_is_an_error_and_an_aborted_turn(rig: ProxyWithEngine) -> None:
-    rig.engine.replies.append(Answer("a story that breaks off"))
+@pytest.fixture
+def dying(rig: ProxyWithEngine) -> ProxyWithEngine:
+    """Its engine dies once, in place of the fourth chunk, and takes tokens in place of words."""
+    rig.engine.takes_ids = True
+    rig.engine.replies += [Answer("a story that breaks off"), Answer("t goes on")]
+    rig.engine.break_at, rig.engine.faults_left = 3, 1
+    return rig
+
+
+@pytest.mark.parametrize("fault", ["break_at", "error_at"])
+def test_a_stream_goes_on_behind_what_its_client_has(dying: ProxyWithEngine, fault: str) -> None:
+    rig, first, rest = dying, list(b"a story that"), Answer("t goes on").token_ids
+    rig.engine.break_at, rig.engine.error_words = None, ENGINE_DIED.decode()
+    setattr(rig.engine, fault, 3)
+    stream = rig.client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        stream=True,
+        max_tokens=50,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.content or "" for delta in deltas) == "a story thatt goes on"
+    assert [delta.role for delta in deltas if delta.role] == ["assistant"], "it is said once"
+    assert len({chunk.id for chunk in chunks}) == 1
+    asked, again = rig.engine.requests
+    prompt = render(HELLO)
+    assert again["kv_transfer_params"] == {"prompt_token_ids": [*prompt, *first]}
+    assert (asked["max_tokens"], again["max_tokens"]) == (50, 50 - len(first))
+    [turn] = rig.turns()
+    assert (turn.untrainable, turn.finish_reason) == (None, "stop")
+    assert turn.request["max_tokens"] == 50
+    assert turn.prompt_token_ids.tolist() == prompt
+    assert turn.completion_token_ids.tolist() == [*first, *rest]
+    assert turn.completion_logprobs.tolist() == logprobs_of(first) + logprobs_of(rest)
+    assert turn.policy_versions == ((0, len(first) + len(rest)),)
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(first + rest))
+    assert rig.http.get("/api/push").json()["in_flight"] == 0
+
+
+def test_the_versions_of_both_engines_are_kept(dying: ProxyWithEngine) -> None:
+    never = dying.engine.wait_before(2)
+    stream = dying.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+    for _ in range(3):
+        next(stream)
+    dying.http.post("/api/push/hold", json={"drain_s": 0}, headers=CONTROL).raise_for_status()
+    dying.http.post("/api/push/version", json={"version": 7}, headers=CONTROL).raise_for_status()
+    dying.http.post("/api/push/release", headers=CONTROL).raise_for_status()
+    never.set()
+    list(stream)
+    [turn] = dying.turns()
+    assert turn.policy_versions == ((0, 8), (7, 4 + len(Answer("t goes on").token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 50}),
+        ("/v1/responses", {"input": "Hello"}),
+    ],
+)
+def test_a_stream_of_another_dialect_goes_on(
+    dying: ProxyWithEngine, path: str, body: dict[str, Any]
+) -> None:
+    asked = {"model": MODEL, "stream": True, **body}
+    text = dying.http.post(f"/rollouts/r1{path}", json=asked).text
+    said = re.findall(r'"(?:delta|text)": ?"([^"]*)"', text)
+    assert "a story thatt goes on" in "".join(said)
+    [turn] = dying.turns()
+    assert turn.untrainable is None
+    assert bytes(turn.completion_token_ids.tolist()[:-1]) == b"a story thatt goes on"
+
+
+@pytest.mark.parametrize(
+    ("more", "reply", "left"),
+    [
+        ({"stop": ["!"]}, STORY, 3),
+        ({"n": 2}, STORY, 3),
+        ({"frequency_penalty": 0.5}, STORY, 3),
+        ({"response_format": {"type": "json_object"}}, STORY, 3),
+        ({"max_tokens": 12}, STORY, 3),
+        ({}, Answer("", [("look", '{"q": 1, "much": "more"}')]), 2),
+        ({}, Answer("what came of it", reasoning="a long thought about it"), 4),
+    ],
+)
+def test_what_cannot_go_on_is_an_error_and_an_aborted_turn(
+    rig: ProxyWithEngine, more: dict[str, Any], reply: Answer, left: int
+) -> None:
+    """`left`: chunks of the reply that the engine does not come to."""
+    rig.engine.takes_ids = True
+    rig.engine.replies += [reply, reply]
+    rig.engine.break_at, rig.engine.faults_left = -(-len(reply.token_ids) // 4) - left, 1
+    stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True, **more)
+    with pytest.raises(openai.APIError, match="broke off"):
+        list(stream)
+    assert {turn.untrainable for turn in rig.turns()} == {"aborted"}
+    assert len(rig.engine.requests) == 1
+
+
+def test_a_stream_goes_on_once(rig: ProxyWithEngine) -> None:
+    """What kills every engine that hears it is not carried around."""
+    rig.engine.takes_ids = True
+    rig.engine.replies += [Answer("a story that breaks off") for _ in range(3)]
     rig.engine.break_at = 3
     stream = rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
     with pytest.raises(openai.APIError, match="broke off"):
         list(stream)
+    assert len(rig.engine.requests) == 2
     [turn] = rig.turns()
     assert turn.untrainable == "aborted"
-    assert len(turn.completion_token_ids) == 12
+    assert len(turn.completion_token_ids) == 24
 
 
 @pytest.fixture

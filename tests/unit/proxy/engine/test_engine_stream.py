@@ -165,3 +165,50 @@ def test_a_large_event_is_joined_once() -> None:
     assert buffer.rest == pieces[:-1]
     assert buffer.feed(b"\n\ndata: y") == [b"".join(pieces)]
     assert buffer.feed(b"\n\n") == [b"data: y"]
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_the_rest_begins_behind_the_last_word_that_was_passed_on(fast: bool) -> None:
+    """A letter of several tokens is not whole yet: they are forgotten, and sampled again."""
+    stream = EngineStream(replace(a_call(CHAT), stream=True), lambda: 3)
+    opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    sent = [{**HEAD, "choices": [opening], "prompt_token_ids": [1, 2]}]
+    sent += [a_chunk({"content": word}, token) for token, word in enumerate("so", 4)]
+    sent += [a_chunk({"content": ""}, 6), a_chunk({"content": ""}, 7)]
+    for chunk in sent:
+        stream.feed(b"data: %b\n\n" % orjson.dumps(chunk))
+        if not fast:
+            stream._token_chunks = None
+    said = stream.said_so_far()
+    assert said is not None
+    assert (said[0].tolist(), said[1]) == ([1, 2, 4, 5], 2)
+    stream.go_on(lambda: 4, 2)
+    rest = [
+        {**HEAD, "choices": [opening], "prompt_token_ids": [1, 2, 4, 5]},
+        a_chunk({"content": "ño"}, 8),
+        a_chunk({}, 9, finish_reason="stop"),
+        {**HEAD, "choices": [], "usage": dict(USAGE)},
+    ]
+    shown = [each for chunk in rest for each in stream.feed(b"data: %b\n\n" % orjson.dumps(chunk))]
+    assert len(shown) == 1, "neither the prompt nor the role once more"
+    [completion] = stream.completions()
+    assert completion.prompt_token_ids.tolist() == [1, 2]
+    assert completion.token_ids.tolist() == [4, 5, 8, 9]
+    assert completion.versions == [(3, 2), (4, 2)]
+    assert completion.response["choices"][0]["message"]["content"] == "soño"
+    assert completion.response["usage"] == {
+        "prompt_tokens": 0, "completion_tokens": 7, "total_tokens": 7
+    }  # fmt: skip
+
+
+def test_nothing_goes_on_of_what_has_ended_or_has_no_tokens() -> None:
+    stream = EngineStream(a_call(CHAT), lambda: 3)
+    said = stream.said_so_far()
+    assert said is not None
+    assert (said[0].tolist(), said[1]) == ([], 0), "nothing came: it begins anew"
+    stream.feed(b"data: %b\n\n" % orjson.dumps(a_chunk({"content": "a"}, 4)))
+    assert stream.said_so_far() is None, "nobody said what the prompt was"
+    ended = EngineStream(a_call(CHAT), lambda: 3)
+    for chunk in chunks_for(CHAT)[:6]:
+        ended.feed(b"data: %b\n\n" % orjson.dumps(chunk))
+    assert ended.said_so_far() is None
