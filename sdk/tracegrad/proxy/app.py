@@ -21,12 +21,12 @@ from tracegrad.host_memory import keep_returning_memory
 from tracegrad.protocol import TRACES_PATH
 from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
-from tracegrad.proxy.auth.rollout_attribution import TraceIndex
+from tracegrad.proxy.auth.rollout_attribution import MOST_TRACES, TraceIndex
 from tracegrad.proxy.auth.rollout_keys import RolloutKeyService
 from tracegrad.proxy.capture.call_index import MOST_REMEMBERED
 from tracegrad.proxy.capture.recorder import EventWriter, Recorder
 from tracegrad.proxy.capture.redaction import Redactor, load_hooks
-from tracegrad.proxy.capture.retry_cache import RetryCache
+from tracegrad.proxy.capture.retry_cache import ANSWERED_BYTES, MOST_BYTES, RetryCache
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.dialects.anthropic import request as messages
 from tracegrad.proxy.dialects.base import Dialect
@@ -68,12 +68,14 @@ from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.ledger.intake import Intake
+from tracegrad.store.write.parent_cache import MAX_TURNS
 from tracegrad.urls import masked
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
 # (Qwen Code 120, most others 300); proxies on the way often after 60.
 KEEPALIVE_S = 15.0
-_CALLS_A_MIB = 500
+# What is remembered for each MiB of `cache_mib`.
+_CALLS_A_MIB, _ROLLOUTS_A_MIB = 500, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +120,16 @@ def create_app(
     gate = links.gate if links is not None else _own_gate(settings, store)
     upstream = upstream or _upstream(settings, gate, links)
     metrics = links.metrics if links is not None else ProxyMetrics(metric_cells(settings))
-    traces = TraceIndex(others=others)
+    # Whoever gives little to the cache has little for what else is kept of calls and rollouts.
+    remembered = min(MOST_REMEMBERED, _CALLS_A_MIB * settings.cache_mib)
+    rollouts = min(MOST_REMEMBERED, _ROLLOUTS_A_MIB * settings.cache_mib)
+    store.remember_turns(min(MAX_TURNS, rollouts))
+    traces = TraceIndex(min(MOST_TRACES, rollouts), others)
     exact = upstream.capabilities.exact_prompts
     text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
     continuation = PromptReuse(
         store, limit_bytes=settings.cache_mib << 20, text=text, others=others
     )
-    # Whoever gives little to the cache has little for what else is kept of calls.
-    remembered = min(MOST_REMEMBERED, _CALLS_A_MIB * settings.cache_mib)
     redactor = Redactor(load_hooks(settings.redact), keep_text=settings.keep_text)
     recorder = Recorder(
         writer,
@@ -137,6 +141,7 @@ def create_app(
         others=others,
         metrics=metrics,
         remembered=remembered,
+        rollouts=rollouts,
     )
     admin = settings.admin_key
     control, scraping = settings.control_key, settings.metrics_key
@@ -151,7 +156,7 @@ def create_app(
     limits = RequestSizeLimits.of(settings)
     bodies = BodyReader(limits, workers)
     intake = Intake(store)
-    paced = _intake_gate(settings, intake, metrics, min(MOST_BEGUN, remembered))
+    paced = _intake_gate(settings, intake, metrics, min(MOST_BEGUN, rollouts))
     metrics.samplers.append(GaugeSampler(metrics, gate, upstream, bodies, paced))
     services = ProxyServices(
         upstream=upstream,
@@ -160,7 +165,7 @@ def create_app(
         recorder=recorder,
         prompt_reuse=continuation,
         trace_index=traces,
-        retry_cache=RetryCache(others),
+        retry_cache=RetryCache(others, most_bytes=min(MOST_BYTES, ANSWERED_BYTES * remembered)),
         model=settings.model,
         force_on_policy=settings.sampling == "free" and upstream.capabilities.tokens,
         routed_experts=settings.routed_experts,

@@ -145,8 +145,9 @@ class ProxySettings(FileSettings):
     cache_mib: int = Field(
         256,
         ge=1,
-        description="memory for recent turns, in MiB; below 100 fewer calls are remembered by"
-        " their ids too (spans, feedback), 500 a MiB",
+        description="memory for recent turns, in MiB; below 100 fewer calls are remembered too"
+        " (their ids for spans and feedback, their answers for retries), 500 a MiB, and below 250"
+        " fewer rollouts, 200 a MiB",
     )
 
     # Who may reach it

@@ -135,6 +135,11 @@ class Store:
     def close(self) -> None:
         self._engine.dispose()
 
+    def remember_turns(self, most: int) -> None:
+        """So many of the latest turns are in memory for those that continue them; others are read
+        again."""
+        self._parent_cache.keep(most)
+
     def __enter__(self) -> Self:
         return self
 

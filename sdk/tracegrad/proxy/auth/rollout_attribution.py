@@ -26,6 +26,8 @@ from tracegrad.proxy.http.errors import BadRequest
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.task_ids import state_key
 
+MOST_TRACES = 10_000  # whose rollouts are known
+
 _id = re.compile(ROLLOUT_ID_PATTERN)
 # All zeros and version ff are W3C's words for "none".
 _traceparent = re.compile(
@@ -111,7 +113,7 @@ class TraceIndex:
     belongs to none: it says nothing of a call.
     """
 
-    def __init__(self, limit: int = 10_000, others: SharedLog | None = None) -> None:
+    def __init__(self, limit: int = MOST_TRACES, others: SharedLog | None = None) -> None:
         """`others`: the other workers of the proxy."""
         self._rollouts: FIFOCache[str, str | None] = FIFOCache(limit)
         self._others = others

@@ -28,9 +28,17 @@ MOST_REMEMBERED = 50_000
 
 class CallIndex:
     """Of the last `limit` calls and spans: reading one does not keep it longer. To be used from one
-    event loop. `others`: the other workers of the proxy; a call and its span may come to two."""
+    event loop. `others`: the other workers of the proxy; a call and its span may come to two.
+    `rollouts`: of so many, what their calls came to; as many as calls, where it is not given."""
 
-    def __init__(self, limit: int = MOST_REMEMBERED, others: SharedLog | None = None) -> None:
+    def __init__(
+        self,
+        limit: int = MOST_REMEMBERED,
+        others: SharedLog | None = None,
+        *,
+        rollouts: int | None = None,
+    ) -> None:
+        rollouts = limit if rollouts is None else rollouts
         self._others = others
         if others is not None:
             others.subscribe("call inside", self._add_call)
@@ -46,9 +54,9 @@ class CallIndex:
         self._turns: FIFOCache[tuple[str, str], bool] = FIFOCache(limit)
         self._turn_answers: FIFOCache[tuple[str, str], str] = FIFOCache(limit)
         self._answers: FIFOCache[str, str] = FIFOCache(limit)
-        self._inferred: FIFOCache[str, bool] = FIFOCache(limit)
-        self._called: FIFOCache[str, bool] = FIFOCache(limit)
-        self._failed: FIFOCache[str, bool] = FIFOCache(limit)
+        self._inferred: FIFOCache[str, bool] = FIFOCache(rollouts)
+        self._called: FIFOCache[str, bool] = FIFOCache(rollouts)
+        self._failed: FIFOCache[str, bool] = FIFOCache(rollouts)
 
     def rollout_called(self, rollout_id: str | None) -> None:
         """A call of the rollout came in: it may be long until it is recorded."""

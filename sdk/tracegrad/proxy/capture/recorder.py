@@ -44,7 +44,7 @@ log = logging.getLogger("tracegrad.proxy")
 
 # Of so many rollouts, the latest, the seconds of commits wait for the next turn to say them, and of
 # so many turns of each (those of parallel calls).
-_ROLLOUTS_TIMED, _MOST_COMMITS = 4096, 64
+_MOST_TIMED, _MOST_COMMITS = 4096, 64
 
 
 class EventWriter(Protocol):
@@ -71,9 +71,11 @@ class Recorder:
         others: SharedLog | None = None,
         metrics: ProxyMetrics | None = None,
         remembered: int = MOST_REMEMBERED,
+        rollouts: int = MOST_REMEMBERED,
     ) -> None:
         """`patience_s`: as `store_async.wait_committed`. `others`: the other workers. `metrics`:
-        where turns are counted. `remembered`: calls that are known by their ids."""
+        where turns are counted. `remembered`: calls that are known by their ids; `rollouts`: those
+        of which something is known without the store."""
         self._patience_s = patience_s
         self._writer = writer
         self._store = store
@@ -82,8 +84,8 @@ class Recorder:
         self._redactor = redactor
         self._metrics = metrics or ProxyMetrics()
         self._failing = False
-        self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(_ROLLOUTS_TIMED)
-        self.call_index = CallIndex(remembered, others)
+        self._commits: FIFOCache[str, dict[str, float]] = FIFOCache(min(_MOST_TIMED, rollouts))
+        self.call_index = CallIndex(remembered, others, rollouts=rollouts)
 
     async def record(
         self,

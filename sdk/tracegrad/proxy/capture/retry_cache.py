@@ -25,6 +25,7 @@ KEPT_S = 600.0
 MOST_BYTES = 16 << 20
 _CALL_BYTES = 500
 _ID_BYTES = 100
+ANSWERED_BYTES = _CALL_BYTES + _ID_BYTES  # of a call with one answer
 # With two answers nobody can tell which is asked for again: more are not worth keeping.
 _MOST_ANSWERS = 2
 
@@ -64,9 +65,9 @@ class _Outcomes:
 
     @property
     def size(self) -> int:
-        """One alone may be larger than all are to be together."""
+        """In bytes."""
         ids = sum(map(len, (*self.answers, self.failed, self.asked_again)))
-        return min(_CALL_BYTES + _ID_BYTES * ids, MOST_BYTES)
+        return _CALL_BYTES + _ID_BYTES * ids
 
 
 class RetryCache:
@@ -77,7 +78,7 @@ class RetryCache:
     a repeat be about nothing else.
     """
 
-    def __init__(self, others: SharedLog | None = None) -> None:
+    def __init__(self, others: SharedLog | None = None, *, most_bytes: int = MOST_BYTES) -> None:
         """`others`: the other workers of the proxy; a repeat may come to any of them."""
         self._others = others
         if others is not None:
@@ -86,8 +87,9 @@ class RetryCache:
             others.subscribe("asked again", self._add_repeat)
             # Sampled again: a failure that is not known of would give its retry another's turn.
             others.when_lost(self._forget_all)
+        # One alone may be larger than all are to be together.
         self._given: LRUCache[Fingerprint, _Outcomes] = LRUCache(
-            MOST_BYTES, getsizeof=lambda given: given.size
+            most_bytes, getsizeof=lambda given: min(given.size, most_bytes)
         )
 
     @property

@@ -24,7 +24,7 @@ from tracegrad.store.models import Removals, Turns
 from tracegrad.store.rows import chunks
 
 # Turns in memory (about 600 bytes each), and how many of one rollout.
-_MAX_TURNS = 8_192
+MAX_TURNS = 8_192
 _MAX_TURNS_PER_ROLLOUT = 256
 # A request is compared with those of so many earlier turns of its rollout.
 RECENT_TURNS = 8
@@ -57,7 +57,7 @@ class KnownParents:
 class ParentCache:
     """Safe to use from many threads."""
 
-    def __init__(self, most: int = _MAX_TURNS) -> None:
+    def __init__(self, most: int = MAX_TURNS) -> None:
         self._most = most
         self._lock = threading.Lock()
         # cachetools' LRUCache takes 6 us to remember a turn, this 1 us.
@@ -105,9 +105,18 @@ class ParentCache:
                 if len(mine) > _MAX_TURNS_PER_ROLLOUT:
                     del mine[next(iter(mine))]
                     self.size -= 1
-            while self.size > self._most and len(self._rollouts) > 1:
-                _, forgotten = self._rollouts.popitem(last=False)
-                self.size -= len(forgotten)
+            self._evict()
+
+    def keep(self, most: int) -> None:
+        """So many turns from now on."""
+        with self._lock:
+            self._most = most
+            self._evict()
+
+    def _evict(self) -> None:
+        while self.size > self._most and len(self._rollouts) > 1:
+            _, forgotten = self._rollouts.popitem(last=False)
+            self.size -= len(forgotten)
 
     def invalidate_before(self, as_of: int) -> None:
         """Give up what was known before this removal."""

@@ -24,6 +24,18 @@ def test_the_last_calls_are_remembered() -> None:
     assert known == inside == list(range(90, 100))
 
 
+def test_of_rollouts_fewer_are_remembered() -> None:
+    index = CallIndex(10, rollouts=3)
+    for number in range(100):
+        index.rollout_called(f"rollout-{number}")
+        index.call_ended(f"rollout-{number}", failed=True)
+        index.call_started("trace", f"span-{number}")
+    names = [f"rollout-{number}" for number in range(100)]
+    assert list(filter(index.was_called, names)) == names[97:]
+    assert list(filter(index.last_failed, names)) == names[97:]
+    assert sum(index.has_call_inside("trace", f"span-{n}") for n in range(100)) == 10
+
+
 @pytest.mark.parametrize(("cache_mib", "calls"), [(1, 500), (16, 8_000), (100, 50_000)])
 def test_a_small_cache_remembers_fewer(
     cache_mib: int, calls: int, store: Store, writer: HeldWriter, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,28 @@ def test_memory_is_bounded_by_forgetting_the_rollouts_not_written_longest() -> N
     assert contexts.size == 0
 
 
+def test_memory_that_becomes_smaller_forgets_at_once() -> None:
+    contexts = ParentCache()
+    for rollout in range(50):
+        contexts.remember(context(f"{rollout}.{n}", str(rollout)) for n in range(10))
+    contexts.keep(100)
+    assert contexts.size == 100
+    assert "49.9" in contexts.lookup(turns("49", "49.9"), no_reading).turns
+    contexts.remember([context("next", "next")])
+    assert contexts.size == 91
+
+
+@pytest.mark.databases("sqlite", "postgres")
+def test_turns_that_are_not_in_memory_are_read(store: Store) -> None:
+    store.remember_turns(2)
+    roots = [make_turn(f"root-{n}", f"r{n}") for n in range(5)]
+    for root in roots:
+        store.append([root])
+    for root in roots:
+        store.append([make_turn(f"child of {root.turn_id}", root.rollout_id, parent=root)])
+    assert [len(store.rollout_turns(root.rollout_id)) for root in roots] == [2] * 5
+
+
 def test_one_endless_rollout_is_remembered_by_its_latest_turns() -> None:
     contexts = ParentCache()
     for n in range(5_000):
