@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
@@ -45,6 +46,7 @@ VICTIMS: dict[str, tuple[str, Callable[[TrainerServe], int]]] = {
 }
 
 
+TOKENS = 100  # of a stream: a second or so
 STAGES = ("training", "pushing", "waiting")
 CASES = [(victim, stage) for stage in STAGES for victim in VICTIMS]
 SHORT = [("vllm", "training"), ("proxy", "training"), ("rank 0", "training")]
@@ -71,6 +73,37 @@ def test_a_part_that_is_killed_is_started_again(
     assert run.process.poll() is None
     shown = cli("trainer", "status", f"--state-dir={run.state_dir}")
     assert re.search(rf"started again +{name}, \d+ times?, last", shown)
+
+
+def test_a_stream_goes_on_with_the_vllm_that_is_started_again(
+    run: TrainerServe, crowd: GroupLoad
+) -> None:
+    """Its client sees a pause, and all the tokens that it asked for."""
+    before = restarts(run, "vllm")
+    with openai.OpenAI(base_url=f"{run.url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "go on"}],
+            max_tokens=TOKENS,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        chunks = [next(stream) for _ in range(4)]
+        os.kill(run.engine_pid(), signal.SIGKILL)
+        chunks += stream
+    run.wait(lambda: restarts(run, "vllm") > before)
+    text = "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices)
+    turn_id = chunks[0].id.removeprefix("chatcmpl-")
+    with Store.open(run.store_url, create=False) as store:
+        turn = store.find_turn(turn_id)
+    assert turn is not None
+    assert turn.response is not None
+    assert (turn.finish_reason, turn.untrainable) == ("length", None)
+    assert len(turn.completion_token_ids) == TOKENS
+    assert sum(count for _, count in turn.policy_versions) == TOKENS
+    assert turn.response["choices"][0]["message"]["content"] == text
+    proxy_log = (run.state_dir / "logs" / "proxy.log").read_text()
+    assert "a stream goes on behind" in proxy_log
 
 
 def test_a_second_signal_stops_at_once_and_nothing_is_lost_or_trained_twice(

@@ -30,7 +30,7 @@ STAGES: Mapping[str, str] = {
     "inference": "both, of answers in one piece",
     "commit": "turns were written to the store",
     "tools": "spans of tools, while no call ran",
-    "between": "the agent itself, or tools without spans",
+    "between": "the agent, or tools without spans",
     "reward": "last call to the reward that counts",
     "waiting": "until a step leased it",
     "training": "until its step was committed",

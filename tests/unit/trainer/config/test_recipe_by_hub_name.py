@@ -83,7 +83,7 @@ def test_the_page_shows_what_the_plan_prints(model: Path, tmp_path: Path) -> Non
     ended = CliRunner().invoke(app, [*words, *where], env={"COLUMNS": "300"})
     assert ended.exit_code == 0, ended.output
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    [shown] = re.findall(r"```text\n(placement: .*?)```", page, re.S)
+    shown, *_ = re.findall(r"```text\n(placement: .*?)```", page, re.S)
     printed = {" ".join(line.split()) for line in ended.stdout.splitlines()}
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert [line for line in lines if line not in printed and line != "…"] == []
