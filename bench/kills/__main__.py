@@ -26,6 +26,8 @@ processes, and started again at once), or `trainer serve` itself, which a parent
 whose port it keeps open, as an init system does. The next kill comes half a second to eight
 seconds after everything is up again. Agents are the demo's: OpenAI's client with its two retries,
 whole answers, and a rollout that meets an error all the same is tried again, up to three times.
+Beside them two people read streams of 100 tokens, one after the other, with a client that retries
+nothing: it sees each that breaks.
 """
 
 
@@ -50,6 +52,8 @@ def page(found: Outcome) -> str:
         "",
         goal_table(goals(found)),
         by_victim(found),
+        "",
+        streams_by_victim(found),
     ]
     return "\n".join(parts)
 
@@ -59,9 +63,18 @@ def goals(found: Outcome) -> list[Goal]:
     made = len(calls.answered) + sum(calls.failed.values())
     failed = ", ".join(f"{name} {n}" for name, n in calls.failed.items()) or "none"
     left = sum(found.unfinished.values())
+    streams = found.streams.broken_by(found.kills)
+    engines = [streams.get(victim, (0, 0)) for victim in ("vllm", "engine")]
+    hit, broken = (sum(each) for each in zip(*engines, strict=True))
     return [
         Goal("kills", f"{KILLS}", f"{len(found.kills)}", len(found.kills) >= KILLS),
         Goal("calls that failed for an agent", "none", f"{failed}, of {made:,}", not calls.failed),
+        Goal(
+            "streams that broke as vLLM's server or engine was killed",
+            "none",
+            f"{broken} of {hit}; {found.streams.short} of all ended short",
+            not broken and not found.streams.short,
+        ),
         Goal("answers lost", "none", str(found.lost), not found.lost),
         Goal(
             "steps in order, each turn trained once",
@@ -104,6 +117,20 @@ def by_victim(found: Outcome) -> str:
         )
     header = ["victim", "kills", "while the ranks were", "up again, median s", "longest s"]
     return markdown(header, rows)
+
+
+def streams_by_victim(found: Outcome) -> str:
+    streams = found.streams.broken_by(found.kills)
+    rows = [
+        [victim, f"{streams[victim][0]:,}", f"{streams[victim][1]:,}"]
+        for victim in [*VICTIMS, "any two"]
+        if victim in streams
+    ]
+    errors = sum(one.error is not None for one in found.streams.read)
+    within = sum(broken for _, broken in streams.values())
+    read = f"{len(found.streams.read):,} were read, {errors - within:,} broke outside of kills"
+    table = markdown(["killed in the middle of a stream", "streams", "broke"], rows)
+    return f"Streams: {read}.\n\n{table}"
 
 
 if __name__ == "__main__":

@@ -24,6 +24,11 @@ class Kill:
     victim: str
     doing: str  # what the ranks did then
     up_again_s: float  # until everything was
+    at: float  # by the monotonic clock
+
+    @property
+    def up_again_at(self) -> float:
+        return self.at + self.up_again_s
 
 
 class Killer:
@@ -87,7 +92,7 @@ class Killer:
         # Before it is noticed everything still seems to be up.
         self._wait(lambda: self._serve.starts() != starts, at, victim)
         self._wait(self._serve.is_serving, at, victim)
-        return Kill(victim, doing, time.monotonic() - at)
+        return Kill(victim, doing, time.monotonic() - at, at)
 
     def _kill_database(self) -> Kill:
         """It is started again at once, as by an init system."""
@@ -98,7 +103,7 @@ class Killer:
         # Ranks that find it gone are started again: all is up that has made a step since.
         self._wait(lambda: self._steps() > steps, at, "postgresql")
         self._wait(self._serve.is_serving, at, "postgresql")
-        return Kill("postgresql", doing, time.monotonic() - at)
+        return Kill("postgresql", doing, time.monotonic() - at, at)
 
     def _wait(self, what: Callable[[], bool], since: float, victim: str) -> None:
         while not what():

@@ -21,6 +21,7 @@ from tests.support.store import postgres_crash
 
 from bench.kills.kept_serve import KeptServe
 from bench.kills.killer import Kill, Killer
+from bench.kills.streams import Streams, readers
 from tracegrad.proxy.http.listener import listen
 from tracegrad.store import Ledger, Store
 from tracegrad.store.models import TurnLedger, Turns
@@ -44,6 +45,7 @@ class Calls:
 class Outcome:
     kills: Sequence[Kill]
     calls: Calls
+    streams: Streams
     before: float  # greedy success
     after: float
     steps: int
@@ -108,8 +110,9 @@ async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed:
                     await import_module("tracegrad").intake(shop.SAMPLES, timeout_s=1.0)
                     return
 
-        async for _ in drive.train(until_done(), samples=shop.SAMPLES, permit=permit):
-            pass
+        async with readers() as streams:
+            async for _ in drive.train(until_done(), samples=shop.SAMPLES, permit=permit):
+                pass
         seconds = time.monotonic() - began
         await asyncio.to_thread(_await, lambda: serve.is_serving() and serve.doing() == "waiting")
         after = await drive.evaluate(exam, 0.0, "held_out")
@@ -119,6 +122,7 @@ async def _play(shop: Any, serve: KeptServe, store: Store, killer: Killer, seed:
     return Outcome(
         kills=killer.kills,
         calls=calls,
+        streams=streams,
         before=before.rate,
         after=after.rate,
         steps=len(steps),
