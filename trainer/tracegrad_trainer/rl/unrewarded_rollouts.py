@@ -59,8 +59,9 @@ class UnrewardedRollouts:
                 composed=self._composed,
                 held_out=self._held_out,
             )
-        if found:
-            self._last = (found[-1].finished_at, found[-1].rollout_id)
+        # What was looked through without one is not looked through again: it may be much.
+        last = found[-1] if len(found) == MOST_AT_ONCE else None
+        self._last = (before, "") if last is None else (last.finished_at, last.rollout_id)
         groups: dict[str, list[UnrewardedRollout]] = {}
         for one in found:
             if one.rollout_id not in self._given:  # else it was opened again, and ended again

@@ -18,7 +18,7 @@ from tracegrad.store import Decision, Ledger, Store
 from tracegrad.store.types import Group
 from tracegrad_trainer.guards import GuardSettings
 from tracegrad_trainer.rl.drift_watch import DriftWatch
-from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
+from tracegrad_trainer.rl.unrewarded_rollouts import MOST_AT_ONCE, UnrewardedRollouts
 
 ASKS, ANSWERS = "Shall I?", "Done."
 
@@ -186,6 +186,16 @@ def test_each_is_looked_at_once_and_attempts_at_a_task_together(store: Store) ->
     before = watch.state()["detectors"]
     assert not watch.stops(late)
     assert watch.state()["detectors"] == before
+
+
+def test_many_are_looked_at_in_turn(store: Store) -> None:
+    looked = unrewarded(store)
+    many = MOST_AT_ONCE + 40
+    store.append(rollouts(ANSWERS, first=0, groups=many, version=0, size=1, rewarded=False))
+    store.append(rollouts(ANSWERS, first=many, groups=1, version=0, size=1))
+    assert [len(looked.take()) for _ in range(3)] == [MOST_AT_ONCE, 40, 0]
+    store.append(rollouts(ANSWERS, first=many + 1, groups=1, version=0, size=1, rewarded=False))
+    assert len(looked.take()) == 1
 
 
 def test_who_may_still_be_rewarded_is_waited_for(store: Store) -> None:
