@@ -391,8 +391,8 @@ async def test_a_client_that_blocks_twice_at_the_start_is_seen_both_times() -> N
                 await drained()
 
         stream = EngineStream(replace(call, stream=True), admission.arrival_version)
-        relay = _Relay(stream, admission, ChatStreamWriter(), cast(StreamedResponse, Client()))
-        assert await relay.run(cast(UpstreamResponse, Engine())) is None
+        relay = _Relay(stream, ChatStreamWriter(), cast(StreamedResponse, Client()))
+        assert await relay.run(cast(UpstreamResponse, Engine()), admission) is None
         assert len(blocked) == 3
         assert all(blocked)
         assert not admission.blocked
