@@ -134,20 +134,35 @@ def test_a_429_that_stays_is_the_librarys_rate_limit_error(
 def test_a_stream_that_fails_midway_raises_after_what_came(
     vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine, how: str
 ) -> None:
-    engine.replies.append(STORY)
+    engine.replies.extend([STORY, STORY])
     if how == "breaks off":
-        engine.break_at = 3
+        engine.break_at, times = 3, 2  # the one that goes on breaks off too
     else:
-        engine.error_at = 3
+        engine.error_at, times = 3, 1
     heard: list[str] = []
     with vendor.client(rig) as client:
         stream = vendor.create(client)(**vendor.args, stream=True)
         with pytest.raises(vendor.library.APIError):
             heard.extend(_until_it_fails(vendor, stream))
-    assert "".join(heard) == STORY.content[:12]
+    assert "".join(heard) == STORY.content[:12] * times
     [turn] = rig.turns()
     assert turn.untrainable == "aborted"
-    assert turn.completion_token_ids.tolist() == STORY.token_ids[:12]
+    assert turn.completion_token_ids.tolist() == STORY.token_ids[:12] * times
+
+
+@pytest.mark.parametrize("vendor", CHATTING, ids=str)
+def test_a_stream_whose_engine_dies_goes_on(
+    vendor: Vendor, rig: ProxyWithEngine, engine: PromptDrivenEngine
+) -> None:
+    rest = Answer(" that ends well")
+    engine.replies.extend([STORY, rest])
+    engine.break_at, engine.faults_left = 3, 1
+    with vendor.client(rig) as client:
+        heard = list(_until_it_fails(vendor, vendor.create(client)(**vendor.args, stream=True)))
+    assert "".join(heard) == STORY.content[:12] + rest.content
+    [turn] = rig.turns()
+    assert turn.untrainable is None
+    assert turn.completion_token_ids.tolist() == STORY.token_ids[:12] + rest.token_ids
 
 
 def _until_it_fails(vendor: Vendor, stream: Any) -> Iterator[str]:
