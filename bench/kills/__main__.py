@@ -123,12 +123,12 @@ def streams_by_victim(found: Outcome) -> str:
     streams = found.streams.broken_by(found.kills)
     rows = [
         [victim, f"{streams[victim][0]:,}", f"{streams[victim][1]:,}"]
-        for victim in [*VICTIMS, "any two"]
+        for victim in [*VICTIMS, "several"]
         if victim in streams
     ]
     errors = sum(one.error is not None for one in found.streams.read)
     within = sum(broken for _, broken in streams.values())
-    read = f"{len(found.streams.read):,} were read, {errors - within:,} broke outside of kills"
+    read = f"{len(found.streams.read):,} were read, {errors - within:,} broke in the middle of none"
     table = markdown(["killed in the middle of a stream", "streams", "broke"], rows)
     return f"Streams: {read}.\n\n{table}"
 

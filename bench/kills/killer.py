@@ -26,10 +26,6 @@ class Kill:
     up_again_s: float  # until everything was
     at: float  # by the monotonic clock
 
-    @property
-    def up_again_at(self) -> float:
-        return self.at + self.up_again_s
-
 
 class Killer:
     """A thread, from `start` until `done`: `kills` of them in all, each victim as often as another,

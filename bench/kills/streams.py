@@ -34,17 +34,14 @@ class Streams:
     read: list[ReadStream] = field(default_factory=list)
 
     def broken_by(self, kills: Sequence[Kill]) -> Mapping[str, tuple[int, int]]:
-        """Victim -> streams in the middle of which it was killed, and how many of them broke.
-        `any two`: of those with several kills, or with one whose part was coming up again."""
+        """Victim -> streams in the middle of which it was killed, and how many of them broke;
+        `several`: of those in which there were more kills than one."""
         found: dict[str, Counter[bool]] = {}
         for one in self.read:
-            within = [each for each in kills if one.began_at < each.up_again_at
-                      and each.at < one.ended_at]  # fmt: skip
-            if not within:
-                continue
-            clear = len(within) == 1 and within[0].at > one.began_at
-            victim = within[0].victim if clear else "any two"
-            found.setdefault(victim, Counter())[one.error is not None] += 1
+            within = [each.victim for each in kills if one.began_at < each.at < one.ended_at]
+            if within:
+                victim = within[0] if len(within) == 1 else "several"
+                found.setdefault(victim, Counter())[one.error is not None] += 1
         return {victim: (counts.total(), counts[True]) for victim, counts in found.items()}
 
     @property

@@ -22,5 +22,5 @@ def test_a_stream_counts_for_the_one_kill_in_its_middle() -> None:
         ReadStream(150.0, 151.0, 7, None),
     ]
     streams = Streams(read)
-    assert streams.broken_by(kills) == {"vllm": (2, 1), "any two": (2, 0), "proxy": (1, 1)}
+    assert streams.broken_by(kills) == {"vllm": (2, 1), "proxy": (1, 1), "several": (1, 0)}
     assert streams.short == 1
