@@ -46,7 +46,7 @@ VICTIMS: dict[str, tuple[str, Callable[[TrainerServe], int]]] = {
 }
 
 
-TOKENS = 100  # of a stream: a second or so
+TOKENS = 300  # of a stream: some seconds
 STAGES = ("training", "pushing", "waiting")
 CASES = [(victim, stage) for stage in STAGES for victim in VICTIMS]
 SHORT = [("vllm", "training"), ("proxy", "training"), ("rank 0", "training")]
@@ -78,8 +78,17 @@ def test_a_part_that_is_killed_is_started_again(
 def test_a_stream_goes_on_with_the_vllm_that_is_started_again(
     run: TrainerServe, crowd: GroupLoad
 ) -> None:
-    """Its client sees a pause, and all the tokens that it asked for."""
-    before = restarts(run, "vllm")
+    """Its client sees a pause, and all the tokens that it asked for. On a busy machine it may have
+    been read to its end by the time of the kill: then another one is begun."""
+    for _ in range(5):
+        read_over_a_kill(run)
+        if "a stream goes on behind" in (run.state_dir / "logs" / "proxy.log").read_text():
+            return
+    raise AssertionError("no stream was in its middle")
+
+
+def read_over_a_kill(run: TrainerServe) -> None:
+    before, engine = restarts(run, "vllm"), run.engine_pid()
     with openai.OpenAI(base_url=f"{run.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.chat.completions.create(
             model="policy",
@@ -89,21 +98,19 @@ def test_a_stream_goes_on_with_the_vllm_that_is_started_again(
             extra_body={"ignore_eos": True},
         )
         chunks = [next(stream) for _ in range(4)]
-        os.kill(run.engine_pid(), signal.SIGKILL)
+        os.kill(engine, signal.SIGKILL)
         chunks += stream
     run.wait(lambda: restarts(run, "vllm") > before)
+    run.wait(lambda: parts(run)["vllm"]["up"], 180)
     text = "".join(each.delta.content or "" for chunk in chunks for each in chunk.choices)
-    turn_id = chunks[0].id.removeprefix("chatcmpl-")
     with Store.open(run.store_url, create=False) as store:
-        turn = store.find_turn(turn_id)
+        turn = store.find_turn(chunks[0].id.removeprefix("chatcmpl-"))
     assert turn is not None
     assert turn.response is not None
     assert (turn.finish_reason, turn.untrainable) == ("length", None)
     assert len(turn.completion_token_ids) == TOKENS
     assert sum(count for _, count in turn.policy_versions) == TOKENS
     assert turn.response["choices"][0]["message"]["content"] == text
-    proxy_log = (run.state_dir / "logs" / "proxy.log").read_text()
-    assert "a stream goes on behind" in proxy_log
 
 
 def test_a_second_signal_stops_at_once_and_nothing_is_lost_or_trained_twice(

@@ -152,13 +152,13 @@ def versions(
 
     try:
         with Store.open(store or _store_url(state_dir), create=False) as opened:
+            if decisions:
+                decided = opened.decisions()
+                listing.print_decisions(decided, Console(), last=last, as_json=as_json)
+                return
             history = opened.version_history()
-            decided = opened.decisions()
     except (StoreError, ValueError) as error:
         _fail(f"trainer versions: {error}")
-    if decisions:
-        listing.print_decisions(decided, Console(), last=last, as_json=as_json)
-        return
     listing.print_versions(history, Console(), last=last, as_json=as_json)
 
 

@@ -152,9 +152,7 @@ def print_decisions(
     shown = plain_table("number", "decision", "by", "why", "came of it", "ago")
     for one in decisions[-last:]:
         what = one.kind if one.version is None else f"{one.kind} {one.version}"
-        came = "nobody acted on it" if one.acted_at is None else f"refused: {one.refused}"
-        if one.acted_at is not None and one.refused is None:
-            came = describe(one)
+        came = describe(one) if one.refused is None else f"refused: {one.refused}"
         shown.add_row(str(one.seq), what, one.by, one.reason, came, format_age(one.created_at))
     print_report(shown, console)
 

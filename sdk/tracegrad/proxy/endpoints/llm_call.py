@@ -336,6 +336,9 @@ class LlmCallEndpoint:
             return await self._relay(again, relay, receive)
         except ApiError as error:
             return error
+        finally:
+            # One turn: what is not known of the rest is not known of it.
+            context.admission.version_unknown |= admission.version_unknown
 
     async def _finish(
         self,

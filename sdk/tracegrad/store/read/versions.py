@@ -24,6 +24,9 @@ VersionState = Literal[
 ]
 
 
+_SERVED_WELL: tuple[VersionState, ...] = ("served", "candidate", "promoted")
+
+
 @dataclass(slots=True, kw_only=True)
 class VersionRecord:
     """`state`: served, by itself; candidate, while its evaluation lasts; promoted: the last one
@@ -78,11 +81,10 @@ class VersionHistory:
     def kept_before(self, version: int) -> int | None:
         """The newest that was served well and is kept, `version` or one before it; else the
         promoted one, if it is kept. None: neither is."""
-        good = ("served", "candidate", "promoted", "lost")
         found = [
             one.version
             for one in self.records.values()
-            if one.kept and one.state in good and one.version <= version
+            if one.kept and one.state in _SERVED_WELL and one.version <= version
         ]
         if found:
             return max(found)
@@ -98,7 +100,7 @@ class VersionHistory:
         good += [
             one.version
             for one in reversed(self.records.values())
-            if one.state in ("served", "candidate", "promoted") and one.version < self.serving
+            if one.state in _SERVED_WELL and one.version < self.serving
         ]
         for version in good:
             if self.records[version].kept and not self.same_weights(version, self.serving):

@@ -77,6 +77,9 @@ def test_a_version_of_a_step_that_another_made_is_lost(store: Store) -> None:
     made = StepRecord(step=1, version=2)
     Ledger(store).commit_step(made, trained=[], skipped={}, rollouts=[])
     assert states(store) == {0: "served", 1: "lost", 2: "served"}
+    for version in (0, 1):
+        happened(store, version, "kept", version, bytes=5)
+    assert store.version_history().kept_before(1) == 0, "what is lost is nothing to go back to"
     assert store.version_history().numbers_of(2) == [2]
 
 

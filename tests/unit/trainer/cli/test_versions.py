@@ -73,6 +73,28 @@ def test_versions_are_listed_with_who_decided_and_why(store: Store, tmp_path: Pa
     assert (third["state"], third["serving"], third["step"]) == ("served", True, 2)
 
 
+def test_decisions_are_listed_with_what_came_of_them(store: Store, tmp_path: Path) -> None:
+    assert run(tmp_path, "versions", "--decisions").stdout.strip() == "no decision yet"
+    serve(store, 0)
+    serve(store, 1)
+    made: dict[str, Any] = {"by": "guard:questions", "reason": "80% ask"}
+    pause = store.decide(Decision(kind="pause", **made))
+    store.close_decision(pause, {})
+    back = store.decide(Decision(kind="rollback", version=7, training="pause", **made))
+    store.close_decision(back, {"refused": "version: 7 is not kept"})
+    store.decide(Decision(kind="pin", version=1, by="ann@host", reason="for later"))
+    first, second, third = run(tmp_path, "versions", "--decisions").stdout.splitlines()[-3:]
+    assert "guard:questions" in first
+    assert "training is paused; calls are served" in first
+    assert "rollback 7" in second
+    assert "refused: version: 7 is not kept" in second
+    assert "pin is recorded, and no trainer has acted on it yet" in third
+    found = json.loads(run(tmp_path, "versions", "--decisions", "--last=1", "--json").stdout)
+    assert [(one["kind"], one["version"]) for one in found] == [("pin", 1)]
+    shown = run(tmp_path, "versions").stdout
+    assert "rollback by guard:questions: 80% ask: version: 7 is not kept (--decisions)" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
