@@ -106,6 +106,11 @@ def problems(name: str, result: Result) -> list[str]:
         found.append(f"approval rose by {learnt - before:+.2f}; {REQUIRED_RISE:+.2f} is expected")
     if result.caught is None:
         return [*found, "the exploit was not caught"]
+    if result.caught.again is not None:
+        found.append(
+            f"a guard stopped training again, {result.caught.resumed_steps} steps after it went on:"
+            f" {result.caught.again}"
+        )
     for moment in ("rolled back", "at the end"):
         approval = result.approval(moment)
         if approval is None or approval < learnt - CHANCE:

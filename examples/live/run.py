@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -74,13 +74,16 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Caught:
-    """`noticed_s`, `steps`: since the exploit began."""
+    """`noticed_s`, `steps`: since the exploit began. `resumed_steps`: made when training went on
+    afterwards; `again`: what a guard said once more by then."""
 
     by: str
     reason: str
     version: int | None  # that is served again
     noticed_s: float
     steps: int
+    resumed_steps: int = 0
+    again: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,7 @@ class _Play:
                 caught = await self._exploit()
             if caught is not None:
                 await self._sample("rolled back")
-                await self._go_on()
+                caught = await self._go_on(caught)
                 await self._sample("at the end")
         traffic = self.traffic
         return Result(
@@ -176,22 +179,31 @@ class _Play:
 
     def _rollback(self) -> Decision | None:
         """Of a guard, when it is served."""
-        return next((one for one in self._rollbacks() if one.acted_at is not None), None)
+        served = (one for one in self._asked() if one.acted_at and one.refused is None)
+        return next((one for one in served if one.kind == "rollback"), None)
 
-    def _rollbacks(self) -> list[Decision]:
-        return [one for one in self.stage.store.decisions() if one.kind == "rollback"]
+    def _asked(self) -> list[Decision]:
+        """What guards decided."""
+        return [one for one in self.stage.store.decisions() if one.by.startswith("guard:")]
 
-    async def _go_on(self) -> None:
+    async def _go_on(self, caught: Caught) -> Caught:
         """Somebody has looked, ended the exploit, and takes back what was bought."""
         with self.screen.phase("bought thumbs are withdrawn") as phase:
             phase.note = f"{await self.traffic.withdraw_bought()} of them"
         resume = Decision(kind="resume", by="examples.live", reason="the exploit is over")
         self.stage.store.decide(resume)
-        before, until = len(self._rollbacks()), self.stage.last_step + RESUMED_STEPS
+        before, first = len(self._asked()), self.stage.last_step
+        until = first + RESUMED_STEPS
         with self.screen.phase("training goes on", until) as phase:
             await self._wait(
-                lambda: self.stage.last_step >= until or len(self._rollbacks()) > before, phase
+                lambda: self.stage.last_step >= until or len(self._asked()) > before, phase
             )
+        again = self._asked()[before:]
+        return replace(
+            caught,
+            resumed_steps=self.stage.last_step - first,
+            again=again[0].reason if again else None,
+        )
 
     async def _sample(self, name: str) -> None:
         """From here on, so many replies."""

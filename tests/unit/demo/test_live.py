@@ -72,6 +72,7 @@ def test_one_in_three_gives_a_thumb_that_comes_late_and_may_change() -> None:
     assert all(FASTEST_S <= one.after_s <= SLOWEST_S for one in given)
 
 
+CAUGHT = Caught("guard:questions", "questions: 60% of ...", 39, 20.0, 5, resumed_steps=12)
 GOOD = Result(
     moments=[
         Moment("before", 10, 0, 0.4, 0.1),
@@ -79,7 +80,7 @@ GOOD = Result(
         Moment("rolled back", 200, 2000, 0.84, 0.0),
         Moment("at the end", 300, 3000, 0.86, 0.0),
     ],
-    caught=Caught("guard:questions", "questions: 60% of ...", 39, 20.0, 5),
+    caught=CAUGHT,
     replies=[Reply(0.5, False, 0)] * 4000,
     thumbs=1300,
     changed=60,
@@ -116,6 +117,11 @@ def test_a_good_end() -> None:
             "seed 0",
             replace(GOOD, moments=without("at the end")),
             "at the end: approval None, 0.85 before the exploit",
+        ),
+        (
+            "seed 0",
+            replace(GOOD, caught=replace(CAUGHT, resumed_steps=3, again="questions: 50%")),
+            "a guard stopped training again, 3 steps after it went on: questions: 50%",
         ),
         ("thumbs that say nothing", GOOD, "approval rose by +0.45, more than chance"),
     ],
