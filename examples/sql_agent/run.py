@@ -34,8 +34,6 @@ PLAY = Play(
     # since it was sampled is pushed down as hard as ever. `minirl` does neither.
     settings={
         **SERVE,
-        "objective.preset": "minirl",
-        "objective.aggregation": "token_mean",
         "optim.lr": 2e-4,
         "optim.max_grad_norm": 0.3,
     },
