@@ -28,12 +28,13 @@ class RecordedRollout:
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """`alarms`: that guards raised while it trained, by its steps' own metrics. `agent`: whose task
-    it was."""
+    it was. `entropy`: the smallest of a step, nats a token."""
 
     groups: Sequence[Sequence[RecordedRollout]]
     steps: int
     alarms: int
     agent: str = "shop"
+    entropy: float | None = None
 
     @property
     def rollouts(self) -> int:
@@ -52,7 +53,8 @@ def read_run(url: str, most: int) -> RecordedRun:
         ]
         alarms = sum(int(step.metrics.get("drift_alarms", 0)) for step in steps)
         [agent] = {row.agent or "" for row in store.rollouts(limit=1)} or {""}
-    return RecordedRun(groups, len(steps), alarms, agent)
+    entropies = [step.metrics["entropy"] for step in steps if "entropy" in step.metrics]
+    return RecordedRun(groups, len(steps), alarms, agent, min(entropies, default=None))
 
 
 def _looked_at(store: Store) -> list[tuple[str, str]]:

@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench.guards.__main__ import SHARES, Found, ReplayedAlarm, drifts, page, plant
+from bench.guards.__main__ import (
+    SHARES,
+    Found,
+    ReplayedAlarm,
+    drifts,
+    page,
+    plant,
+    without_rewards,
+)
 from bench.guards.hacks import HACKS
 from bench.guards.recorded import RecordedRollout, RecordedRun, read_run
 from sqlalchemy import insert
@@ -90,6 +98,17 @@ def test_an_alarm_is_held_against_the_groups_after_it() -> None:
         assert alarm.is_false is false
 
 
+def test_without_rewards_attempts_of_a_version_at_a_task_are_one_value() -> None:
+    """Not each: of nine attempts that all ask back, the others are no news."""
+    asks = [RecordedRollout(HACKS["questions"](TURNS), 1.0, 40) for _ in range(64)]
+    run = run_of(160)
+    once = RecordedRun([*run.groups, asks], steps=41, alarms=0)
+    assert without_rewards(once) == []
+    often = RecordedRun([*run.groups, *[asks[:4]] * 64], steps=41, alarms=0)
+    [alarm] = without_rewards(often)
+    assert alarm.signal == "questions"
+
+
 def test_what_is_not_planted_is_not_found() -> None:
     assert plant(run_of(320), "questions", 0.0, seed=1) == Found(None, 0)
 
@@ -111,13 +130,18 @@ def test_a_stores_rollouts_come_as_training_settled_them(tmp_path: Path) -> None
 
 
 def test_the_page_counts_runs_alarms_and_hacks() -> None:
-    runs = [RecordedRun(run_of(8).groups, 2, alarms=1), run_of(8)]
+    runs = [RecordedRun(run_of(8).groups, 2, alarms=1, entropy=0.25), run_of(8)]
     some = [Found(12, 0), Found(None, 2)]
     found = [[ReplayedAlarm("questions", "q", 0.1, 0.2)], [ReplayedAlarm("no_ops", "n", 0.4, 0.2)]]
-    text = page(runs, found, {(hack, s): some for hack in (*HACKS, "unsolved") for s in SHARES})
+    alone = [[ReplayedAlarm("questions", "q", 0.4, 0.2)], [ReplayedAlarm("kl", "k", 0.1, 0.2)] * 3]
+    caught = {(hack, s): some for hack in (*HACKS, "unsolved") for s in SHARES}
+    text = page(runs, found, alone, caught)
     assert "| clean runs | 10 | 2 | **no** |" in text
     assert "| false alarms while they trained | none | 1 | **no** |" in text
     assert "| of guards that look again | none | 1 | **no** |" in text
+    assert "| runs where these raise another number of alarms | none | 1 | **no** |" in text
+    assert "one by one | none | 3 | **no** |" in text
+    assert "was 0.250\nnats a token" in text
     assert "- run 1: n; 40% of the 32 groups after it" in text
     assert "run 0:" not in text
     assert f"| alarms of other signals, where a hack is | none | {2 * 7 * 3} | **no** |" in text
