@@ -242,6 +242,11 @@ UNTRAINED_TEXTS = {
         "It holds a token that the model being trained does not know.",
         "Train the model that the engine serves, or one with the same tokenizer.",
     ),
+    "rolled_back": ReasonText(
+        "It was sampled by a version that a rollback gave up.",
+        "Nothing: what that policy did would be learnt again. `trainer versions --decisions` says"
+        " who went back, and why.",
+    ),
     "drift_guard": ReasonText(
         "A guard found that what replies do had drifted, and an earlier version was to be served.",
         "`trainer versions --decisions` says which guard, and why; guards.action = pause keeps"

@@ -351,6 +351,7 @@ class Store:
 
     decide = _method(deciding.decide, "appending")
     decisions = _method(deciding.decisions)
+    count_decisions = _method(deciding.count_decisions)
     open_decisions = _method(deciding.open_decisions)
     close_decision = _method(deciding.close_decision, "appending")
 
@@ -362,6 +363,7 @@ class Store:
     version_history = _method(version_records.version_history)
     served_model = _method(version_records.served_model)
     training_pause = _method(version_records.training_pause)
+    rolled_back_versions = _method(version_records.rolled_back_versions)
     kept_steps = _method(version_records.kept_steps)
 
 

@@ -20,7 +20,7 @@ from tracegrad_trainer.batches import (
 )
 from tracegrad_trainer.batches.rows import RowSource
 from tracegrad_trainer.batches.select import AdvantageFunction
-from tracegrad_trainer.batches.version_scale import SkippedVersions
+from tracegrad_trainer.batches.version_scale import RolledBackVersions, SkippedVersions
 
 
 @dataclass
@@ -57,6 +57,7 @@ def selected(
     advantages: AdvantageFunction = unit_advantages,
     version: int = 1,
     skipped_versions: SkippedVersions = (),
+    rolled_back_versions: RolledBackVersions = (),
     vocabulary: int | None = None,
     scopes: Mapping[str, TurnScope] = {},
     **settings: object,
@@ -69,6 +70,7 @@ def selected(
         advantages=advantages,
         current_version=version,
         skipped_versions=skipped_versions,
+        rolled_back_versions=rolled_back_versions,
         vocabulary=vocabulary,
         scopes=scopes,
     )

@@ -61,6 +61,8 @@ def turn_reason(
             return "non_finite"
         if any(version in failed_versions for version, _ in turn.policy_versions):
             return "failed_push"
+        if versions.is_rolled_back(turn):
+            return "rolled_back"
         if settings.max_staleness is not None and versions.lag(turn) > settings.max_staleness:
             return "stale"
     if settings.drop_truncated and turn.finish_reason == "length":

@@ -38,7 +38,11 @@ from tracegrad_trainer.batches.turn_access import (
     state_before,
     turn_rewards,
 )
-from tracegrad_trainer.batches.version_scale import SkippedVersions, VersionScale
+from tracegrad_trainer.batches.version_scale import (
+    RolledBackVersions,
+    SkippedVersions,
+    VersionScale,
+)
 from tracegrad_trainer.losses.advantages import RolloutRewards
 
 # An advantage this small is nothing but the rounding of a mean.
@@ -93,6 +97,7 @@ def select(
     current_version: int,
     failed_versions: Collection[int] = (),
     skipped_versions: SkippedVersions = (),
+    rolled_back_versions: RolledBackVersions = (),
     vocabulary: int | None = None,
     routing: RoutingLayout | None = None,
     scopes: Mapping[str, TurnScope] = {},
@@ -109,7 +114,7 @@ def select(
             predicate failed; a turn's expert routing is another model's.
     """
     _refuse_twice(groups)
-    versions = VersionScale(current_version, skipped_versions)
+    versions = VersionScale(current_version, skipped_versions, rolled_back_versions)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
     rewards = _rewards(rollouts)

@@ -20,6 +20,8 @@ from tracegrad_trainer.batches.rows import Row
 # (the number that weights are served under again, by how many it is above their own number), one
 # a resume that skipped numbers, in order.
 SkippedVersions = Sequence[tuple[int, int]]
+# First and last of each range that a rollback gave up (`Store.rolled_back_versions`).
+RolledBackVersions = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class VersionScale:
 
     current: int
     skipped: SkippedVersions = ()
+    rolled_back: RolledBackVersions = ()
 
     def place(self, version: int) -> int:
         """Where a version stands that tokens were recorded with."""
@@ -42,6 +45,10 @@ class VersionScale:
         # present weights, and is never them.
         return self.current - max(1, abs(self.current - moved))
 
+    def is_rolled_back(self, turn: Turn) -> bool:
+        """Whether a version that was given up sampled some of it."""
+        return any(is_within(version, self.rolled_back) for version, _ in turn.policy_versions)
+
     def lag(self, turn: Turn) -> int:
         """Updates between a sampled turn's oldest token and now."""
         return self.current - min(self.place(version) for version, _ in turn.policy_versions)
@@ -55,3 +62,7 @@ class VersionScale:
         # -1 is that of context and of demonstrations.
         places = [version if version < 0 else self.place(version) for version in known.tolist()]
         return replace(row, policy_version=np.array(places, np.int32)[where])
+
+
+def is_within(version: int, ranges: RolledBackVersions) -> bool:
+    return any(first <= version <= last for first, last in ranges)

@@ -39,18 +39,20 @@ class Alarm:
 class DriftGuards:
     """A detector a signal. `what` it is of, for messages. `lengths` are the baseline's, until there
     are enough; `recent` the oldest versions of the groups seen last: of those to come, rises may
-    begin there too."""
+    begin there too. `asked` are the versions before the drifts that the last look found."""
 
     settings: GuardSettings
     what: str = "rollouts"
     detectors: dict[str, DriftDetector] = field(default_factory=dict)
     lengths: list[int] = field(default_factory=list)
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    asked: frozenset[int] = frozenset()
 
     def observe(self, groups: Sequence[Sequence[ObservedRollout]]) -> list[Alarm]:
         """One alarm at most a signal. After it the signal begins with a new baseline: what drifted
         and was let go on is what is usual now."""
         found: dict[str, Alarm] = {}
+        self.asked = frozenset()
         for group in groups:
             # Of several versions the oldest: a rollback that goes too far costs little.
             since = min((rollout.version for rollout in group), default=0)
@@ -59,6 +61,8 @@ class DriftGuards:
                 drift = self._detector(signal).add(share, since)
                 if drift is not None:
                     found.setdefault(signal, self._alarm(signal, drift, grouped=len(group) > 1))
+                    # First: its version must not be removed from the disk before it is decided on.
+                    self.asked |= {max(0, drift.rise_began - 1)}
                     del self.detectors[signal]
         return list(found.values())
 
@@ -84,7 +88,7 @@ class DriftGuards:
         rise now or may begin to."""
         detectors = [*self.detectors.values()]  # at once: another thread may ask
         began = {version for one in detectors for version in one.began} | {*self.recent.copy()}
-        return {version - 1 for version in began if version > 0}
+        return {version - 1 for version in began if version > 0} | self.asked
 
     def shares(self) -> dict[str, float]:
         """Evidence of each signal over its limit: 1 is an alarm. For metrics."""

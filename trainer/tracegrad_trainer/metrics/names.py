@@ -43,7 +43,9 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "turns_skipped": Metric("turns", "of the batch, not trained for any reason"),
         "skipped_…": Metric("turns", "of the batch, not trained for this reason"),
         "drift_alarms": Metric("alarms", "of guards, since the step before"),
-        "drift_evidence": Metric("share", "of what an alarm needs, largest of all guards"),
+        "drift_evidence": Metric(
+            "share", "of what an alarm needs, largest of all guards; from 1 on with an alarm"
+        ),
         "states_given": Metric("turns", "whose environment state the agent or environment named"),
         "states_observed": Metric("turns", "whose state is what was observed last"),
         "states_unknown": Metric("turns", "whose state is not known: equal to no other"),

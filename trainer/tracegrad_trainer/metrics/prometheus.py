@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
@@ -14,7 +15,8 @@ PREFIX = "tracegrad_trainer_"
 
 class PrometheusSink:
     """The last step's metrics as gauges; steps, seconds by stage and turns that were not trained,
-    by reason, as counters since this process began."""
+    by reason, as counters since this process began; whether training is held, and what was decided
+    about versions."""
 
     name = "prometheus"
 
@@ -29,6 +31,11 @@ class PrometheusSink:
         self._not_trained = Counter(
             f"{PREFIX}turns_not_trained", "by reason", ["reason"], registry=self.registry
         )
+        self._held = Gauge(f"{PREFIX}held", "1: training is held", registry=self.registry)
+        self._decisions = Counter(
+            f"{PREFIX}decisions", "about versions", ["kind", "by"], registry=self.registry
+        )
+        self._decided: Mapping[tuple[str, str], int] = {}
         self._server, self._thread = start_http_server(port, host, self.registry)
 
     @property
@@ -44,6 +51,15 @@ class PrometheusSink:
             else:
                 self._gauge(name).set(value)
         self._step.set(point.step)
+
+    def held(self, is_held: bool) -> None:
+        self._held.set(is_held)
+
+    def decided(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """All that the store has: a rollback ends this process, and its counters with it."""
+        for (kind, by), count in counts.items():
+            self._decisions.labels(kind, by).inc(count - self._decided.get((kind, by), 0))
+        self._decided = counts
 
     def failed(self, sink: str, times: int) -> None:
         """How often another sink has failed."""

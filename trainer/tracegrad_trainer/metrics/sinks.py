@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -51,6 +51,14 @@ class MetricSinks:
     def pushed(self, version: PolicyVersion) -> None:
         """A version was served, or its push failed."""
         self._write(push_point(version))
+
+    def stands(self, *, held: bool, decisions: Mapping[tuple[str, str], int]) -> None:
+        """How training stands between steps, for who scrapes. `decisions`: by kind and who made
+        them (`Store.count_decisions`)."""
+        for sink in self.sinks:
+            if isinstance(sink, PrometheusSink):
+                sink.held(held)
+                sink.decided(decisions)
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -16,8 +16,8 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from threading import Event, RLock, Thread
+from contextlib import contextmanager, suppress
+from threading import Event, Lock, RLock, Thread
 from typing import Protocol
 
 from tracegrad.events import Json
@@ -96,6 +96,7 @@ class VersionControl:
             )
         self._pusher: Returning | None = None
         self._lock = RLock()
+        self._pruning = Lock()  # `_lock` is held where its thread is waited for
         self._to_keep: KeptVersion | None = None
         self._rolled_back: str | None = None
         self._hold: str | None = None
@@ -152,10 +153,12 @@ class VersionControl:
             return  # a run that resumed, with the number that its weights had
         if not has_checkpoint:
             self._note(KeptVersion(version, step, weights_step, self._run_id), "no_checkpoint")
-            return
-        with self._lock:
-            self._to_keep = KeptVersion(version, step, weights_step, self._run_id)
-            self._keep_next()
+        else:
+            with self._lock:
+                self._to_keep = KeptVersion(version, step, weights_step, self._run_id)
+                self._keep_next()
+        if self._gate is not None:
+            self._refresh()  # now: no step is made behind a candidate that nobody looked at
 
     def is_candidate(self, weights_step: int) -> bool:
         """Whether the weights of that step are to be tried on a share of traffic, beside the
@@ -212,13 +215,14 @@ class VersionControl:
 
     def _refresh(self) -> None:
         """Why training is to wait."""
-        pause = self._store.training_pause()
-        if pause is not None:
-            self._hold = f"paused by {pause.by}: {pause.reason}"
-        elif self._gate is not None and self._pusher is not None:
-            self._hold = self._gate.look(self._store.version_history())
-        else:
-            self._hold = None
+        with self._lock:
+            pause = self._store.training_pause()
+            if pause is not None:
+                self._hold = f"paused by {pause.by}: {pause.reason}"
+            elif self._gate is not None and self._pusher is not None:
+                self._hold = self._gate.look(self._store.version_history())
+            else:
+                self._hold = None
 
     def _act(self, decision: Decision) -> bool:
         """Whether that is done; False: it cannot be yet."""
@@ -343,16 +347,22 @@ class VersionControl:
 
     def _prune(self) -> None:
         """Removes those beyond `promotion.keep` that nobody wants."""
-        history = self._store.version_history()
-        wanted = wanted_on_disk(history, self._wanted())
+        with self._pruning:
+            # In this order: what a guard wants becomes a decision, and that what is served.
+            wanted = self._wanted()
+            decided = self._store.open_decisions()
+            history = self._store.version_history()
+            self._remove_beyond(history, wanted_on_disk(history, wanted) | _named(decided, history))
+
+    def _remove_beyond(self, history: VersionHistory, wanted: Collection[int]) -> None:
         kept = [one for one in history.records.values() if one.kept]
         newest = {one.version for one in kept[max(0, len(kept) - self._settings.keep) :]}
         for one in kept:
             promoted = history.promoted is not None and history.same_weights(
                 one.version, history.promoted
             )
-            stays = one.version in newest | wanted or one.pinned or one.serving or promoted
-            if not stays:
+            stays = one.version in newest or one.version in wanted
+            if not (stays or one.pinned or one.serving or promoted):
                 self._forget(history, one.version, "beyond_keep")
 
     def _forget(self, history: VersionHistory, version: int, why: str) -> None:
@@ -379,6 +389,15 @@ class VersionControl:
                 self._forget(history, record.version, "no_checkpoint")
         for version in there - {one.version for one in history.records.values() if one.kept}:
             self._kept.remove(version)
+
+
+def _named(decisions: Collection[Decision], history: VersionHistory) -> set[int]:
+    """The versions that these are about, also where a rollback leaves it to the history."""
+    found = {one.version for one in decisions if one.version is not None}
+    if any(one.kind == "rollback" and one.version is None for one in decisions):
+        with suppress(ValueError):
+            found.add(history.rollback_target())
+    return found
 
 
 def wanted_on_disk(history: VersionHistory, wanted: Collection[int]) -> set[int]:

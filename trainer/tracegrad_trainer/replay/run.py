@@ -173,6 +173,7 @@ def _selection(
         current_version=batch.version,
         failed_versions=batch.failed_versions,
         skipped_versions=batch.skipped_versions,
+        rolled_back_versions=batch.rolled_back_versions,
         vocabulary=vocabulary,
         routing=engine_routing_layout(settings),
         scopes=recorded.scopes,

@@ -36,7 +36,7 @@ from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.batches import PackingRule, TrainingSelection, select
 from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_selector import unmatched_patterns
-from tracegrad_trainer.batches.version_scale import SkippedVersions
+from tracegrad_trainer.batches.version_scale import RolledBackVersions, SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_manifest
 from tracegrad_trainer.launch.run_state import run_id
@@ -81,6 +81,7 @@ class LeasedBatch:
     selection: TrainingSelection
     version: int
     failed_versions: list[int]
+    rolled_back_versions: RolledBackVersions = ()
     memory_before: AdvantageMemory = field(default_factory=dict)
 
 
@@ -251,7 +252,7 @@ class Coordinator:
                 self._let_go(groups)  # trained when somebody lets training go on
             return None
         before = copy.deepcopy(self.memory)
-        failed = self.store.failed_versions()
+        failed, rolled_back = self.store.failed_versions(), self.store.rolled_back_versions()
         selection = select(
             groups,
             self.settings.batches,
@@ -259,6 +260,7 @@ class Coordinator:
             current_version=version,
             failed_versions=failed,
             skipped_versions=self.skipped_versions,
+            rolled_back_versions=rolled_back,
             vocabulary=self.vocabulary,
             routing=self.routing,
             scopes=self._scopes(groups),
@@ -270,6 +272,7 @@ class Coordinator:
                 selection=selection,
                 version=version,
                 failed_versions=failed,
+                rolled_back_versions=rolled_back,
                 memory_before=before,
             )
         self.memory = before
@@ -336,6 +339,7 @@ class Coordinator:
             version=batch.version,
             failed_versions=batch.failed_versions,
             skipped_versions=self.skipped_versions,
+            rolled_back_versions=batch.rolled_back_versions,
             ranks=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             threads=torch.get_num_threads(),
             memory_before=batch.memory_before,
@@ -477,6 +481,11 @@ class Coordinator:
         pause = asked[0] if asked else self.store.training_pause()
         self._alarmed = pause is not None
         return None if pause is None else f"paused by {pause.by}: {pause.reason}"
+
+    def let_go_on(self) -> None:
+        """Training was held, and is not any more. Raises StoreError."""
+        if self.drift is not None:
+            self.drift.let_go_on()
 
     def release_held(self) -> None:
         """Those that were to become a batch: others may take them."""

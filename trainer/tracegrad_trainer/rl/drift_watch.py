@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tracegrad.events import Json, Turn
 from tracegrad.store import Decision, Group, Store
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.types import RolloutSample
+from tracegrad_trainer.batches.version_scale import is_within
 from tracegrad_trainer.guards import Alarm, DriftGuards, GuardSettings
 from tracegrad_trainer.guards.behaviour import behaviour_of
 from tracegrad_trainer.guards.drift import ObservedRollout
@@ -39,6 +40,7 @@ class DriftWatch:
         self._guards = DriftGuards(settings)
         self._unrewarded_guards = DriftGuards(settings, what="rollouts without a reward")
         self._alarms = 0  # since the last step
+        self._since: float | None = None  # what was decided by then is known
         self._stopped: frozenset[str] = frozenset()  # rollouts of the last alarm, if not consumed
 
     def stops(self, groups: Sequence[Group]) -> bool:
@@ -58,9 +60,22 @@ class DriftWatch:
         StoreError."""
         if self._unrewarded is None:
             return False
-        groups = self._unrewarded.take()
-        rewards = [dict.fromkeys(one.rollout_id for one in group) for group in groups]
-        return self._observe(self._unrewarded_guards, rewards)
+        found = self._unrewarded.take()
+        read = self._read([dict.fromkeys(one.rollout_id for one in group) for group in found])
+        fresh = []
+        for group, observed in zip(found, read, strict=True):
+            task, seen_before = group[0].task_id, self._unrewarded.is_repeat
+            fresh.append([one for one in observed if not seen_before(task, one.version)])
+        return self._act(self._unrewarded_guards.observe([each for each in fresh if each]))
+
+    def let_go_on(self) -> None:
+        """Training was held, and is not any more: signals that somebody let go on begin with new
+        baselines, also where a trainer of before the hold raised the alarm. Raises StoreError."""
+        if self._since is None:
+            return
+        signals, self._since = self._let_go_on(self._since)
+        for each in self._both:
+            each.forget(signals)
 
     def check_step(self, metrics: Mapping[str, float]) -> bool:
         """Whether nothing must be trained after the step that was made. Raises StoreError."""
@@ -71,6 +86,8 @@ class DriftWatch:
         """For the metrics of a step."""
         alarms, self._alarms = self._alarms, 0
         shares = [share for each in self._both for share in each.shares().values()]
+        if alarms:
+            shares.append(1.0)  # of detectors that begin anew by now
         return {"drift_alarms": float(alarms), "drift_evidence": max(shares, default=0.0)}
 
     def state(self) -> Json:
@@ -86,10 +103,8 @@ class DriftWatch:
         if self._unrewarded is not None and "unrewarded" in state:
             self._unrewarded.restore(state["unrewarded"])
             self._unrewarded_guards.restore(state["unrewarded"]["guards"])
-        if (at := state.get("at")) is not None:
-            signals = self._let_go_on(at)
-            for each in self._both:
-                each.forget(signals)
+        self._since = state.get("at")
+        self.let_go_on()
 
     def good_versions(self) -> set[int]:
         """That must stay on disk, or the newest ones before them: a rollback may go there."""
@@ -112,9 +127,11 @@ class DriftWatch:
             return True
         return self._unrewarded is not None and self._unrewarded.was_given(rollout.rollout_id)
 
-    def _let_go_on(self, since: float) -> set[str]:
-        """Signals of alarms since then after which somebody let training go on as it was. A
-        rollback takes what is usual back to what it was, with the weights."""
+    def _let_go_on(self, since: float) -> tuple[set[str], float]:
+        """Signals of alarms since then after which somebody let training go on as it was, and when
+        that was last decided: an alarm that nobody has answered yet is asked for again. A rollback
+        takes what is usual back to what it was, with the weights."""
+        answered = since
         asked: set[str] = set()
         found: set[str] = set()
         for one in self._store.decisions():
@@ -124,20 +141,27 @@ class DriftWatch:
                 asked |= set(one.by.removeprefix(_BY).split(","))
             elif one.kind == "resume":
                 found |= asked
-                asked = set()
+                asked, answered = set(), one.created_at
             elif one.kind == "rollback":
-                asked, found = set(), set()
-        return found
+                asked, found, answered = set(), set(), one.created_at
+        return found, answered
 
     def _observe(self, guards: DriftGuards, groups: Sequence[Mapping[str, float | None]]) -> bool:
         """Rewards by rollout id, of groups."""
-        return bool(groups) and self._act(guards.observe(list(map(self._read, groups))))
+        return self._act(guards.observe([each for each in self._read(groups) if each]))
 
-    def _read(self, rewards: Mapping[str, float | None]) -> list[ObservedRollout]:
-        # Leased turns come without their requests, which the store keeps as differences.
-        with self._store.reading() as connection:
-            turns = load_turns(connection, list(rewards), expert_routing=False)
-        return [self._observed(turns[name], reward) for name, reward in rewards.items()]
+    def _read(
+        self, groups: Sequence[Mapping[str, float | None]]
+    ) -> Iterator[list[ObservedRollout]]:
+        """Group by group, without rollouts of versions that a rollback gave up: nothing of them is
+        trained, and a guard has seen what they did, or would have gone back from it once more."""
+        rolled_back = self._store.rolled_back_versions()
+        for rewards in groups:
+            # Leased turns come without their requests, which the store keeps as differences.
+            with self._store.reading() as connection:
+                turns = load_turns(connection, list(rewards), expert_routing=False)
+            found = [self._observed(turns[name], reward) for name, reward in rewards.items()]
+            yield [one for one in found if not is_within(one.version, rolled_back)]
 
     def _observed(self, turns: Sequence[Turn], reward: float | None) -> ObservedRollout:
         versions = [version for turn in turns for version, _ in turn.policy_versions]

@@ -125,7 +125,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         over_sample=over_sample_of(settings),
         composed=settings.rewards.composes,
     )
-    failed = store.failed_versions()
+    failed, rolled_back = store.failed_versions(), store.rolled_back_versions()
     scopes = turn_scopes_of(peek.groups, store, batches)
     live, not_resampled = _live_prompts(settings, store)
     judge_groups, not_judged = _judge_groups(settings, store)
@@ -139,6 +139,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
             current_version=point.version,
             failed_versions=failed,
             skipped_versions=point.skipped,
+            rolled_back_versions=rolled_back,
             vocabulary=folder_vocab_size(settings.model),
             routing=routing,
             scopes=scopes,

@@ -41,6 +41,7 @@ class StepInputs(BaseModel):
     version: int  # the policy version that was current before the step
     failed_versions: list[int]
     skipped_versions: list[tuple[int, int]] = []  # as in `VersionScale`
+    rolled_back_versions: list[tuple[int, int]] = []  # likewise
     ranks: int
     threads: int  # of each rank, on a CPU
     memory_before: dict[str, Any]  # what advantages remembered of earlier steps

@@ -84,6 +84,7 @@ class TrainLoop:
         self.watch = Stopwatch()
         # Rank 0's: why nothing may be leased now. Raises StopAllRanks where the run is to end.
         self.hold: Callable[[], str | None] = lambda: None
+        self._was_held = False
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
         check_shared_folder(settings.state_dir, "state_dir")  # each writes its part of checkpoints
@@ -142,6 +143,7 @@ class TrainLoop:
             if self.coordinator is not None:
                 self.coordinator.restore_counters(kept)
         self.step, self.version = point.step, point.version
+        self._report_standing(held=False, again=True)
         self.report_stage("starting", begins=describe_resume(point, self.settings))
         self.watch.lap("start")
 
@@ -162,7 +164,11 @@ class TrainLoop:
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
         if (reason := self.leading.guard_hold() or self.hold()) is not None:
+            self._report_standing(held=True)
             return self._held(reason)
+        if self._was_held:
+            self.leading.let_go_on()
+            self._report_standing(held=False)
         self.report_stage("waiting")
         self.batch = self.leading.next_batch(
             self.version, interrupted=lambda: self.pending.is_written or self.hold() is not None
@@ -170,6 +176,12 @@ class TrainLoop:
         if self.batch is not None:
             return "train"
         return self._without_batch()
+
+    def _report_standing(self, *, held: bool, again: bool = False) -> None:
+        """Rank 0's, to who scrapes its metrics: as it changes, or `again`."""
+        if self.store is not None and (again or held != self._was_held):
+            self.sinks.stands(held=held, decisions=self.store.count_decisions())
+        self._was_held = held
 
     def _held(self, reason: str) -> NextAction:
         """What was leased for a batch is given back; what was made is committed."""
@@ -309,6 +321,7 @@ class TrainLoop:
         self.watch.lap("checkpoint")
         self.pending.commit_saved()
         self._report_pending()
+        self._report_standing(held=self._was_held, again=True)
         self.watch.lap("commit")
 
     def _report_pending(self) -> None:

@@ -16,6 +16,7 @@ ASK_EVERY_S = 1.0
 MOST_AT_ONCE = 256  # their turns are read
 # A reward may come late; ids of so many rollouts tell that one was looked at before it came.
 MOST_REMEMBERED = 8_192
+_MOST_TASKS = 8_192
 
 
 class UnrewardedRollouts:
@@ -40,6 +41,8 @@ class UnrewardedRollouts:
         self._asked = -ASK_EVERY_S
         self._last: tuple[float, str] | None = None  # end and id of the newest
         self._given: OrderedDict[str, None] = OrderedDict()
+        self._tasks: OrderedDict[tuple[str, int], None] = OrderedDict()  # looked at before
+        self._latest: set[tuple[str, int]] = set()  # since the last look
 
     def take(self) -> list[list[UnrewardedRollout]]:
         """Some of those that nobody was given, as groups: the attempts at a task, or one. Asks the
@@ -47,6 +50,7 @@ class UnrewardedRollouts:
         if time.monotonic() - self._asked < self.ask_every_s:
             return []
         self._asked = time.monotonic()
+        self._remember_tasks()
         with self._store.reading() as connection:
             before = statements.server_time(connection) - self._after_s
             self._last = self._last or (before, "")
@@ -70,6 +74,20 @@ class UnrewardedRollouts:
         while len(self._given) > MOST_REMEMBERED:
             self._given.popitem(last=False)
         return list(groups.values())
+
+    def is_repeat(self, task_id: str | None, version: int) -> bool:
+        """Whether attempts of that version at the task were looked at before: they do alike, and
+        of those that end one after the other only the first ones are news."""
+        if task_id is None:
+            return False
+        self._latest.add((task_id, version))
+        return (task_id, version) in self._tasks
+
+    def _remember_tasks(self) -> None:
+        self._tasks.update(dict.fromkeys(self._latest))
+        self._latest.clear()
+        while len(self._tasks) > _MOST_TASKS:
+            self._tasks.popitem(last=False)
 
     def was_given(self, rollout_id: str) -> bool:
         return rollout_id in self._given

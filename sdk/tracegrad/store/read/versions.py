@@ -7,6 +7,8 @@ may serve them again under a new one (`VersionRecord.weights_step` tells).
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -179,6 +181,32 @@ def training_pause(connection: Connection) -> Decision | None:
         if one.refused is None:
             return one if "pause" in (one.kind, one.training) else None
     return None
+
+
+def rolled_back_versions(connection: Connection) -> list[tuple[int, int]]:
+    """The versions that rollbacks gave up, as (first, last), the newest ones first: what the
+    weights of now do not come from."""
+    query = (
+        select(Decisions.outcome)
+        .where(Decisions.kind == "rollback", Decisions.acted_at.is_not(None))
+        .order_by(Decisions.seq)
+    )
+    outcomes = [one for one in connection.scalars(query) if "newest" in one]  # else refused
+    return given_up_versions([(one["version"], one["newest"]) for one in outcomes])
+
+
+def given_up_versions(rollbacks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """As `rolled_back_versions`, of rollbacks in order: the version that each returned to, and the
+    newest there was. Training goes on behind the newest, so that each begins a branch."""
+    begins = [0, *(newest + 1 for _, newest in rollbacks)]
+    found = []
+    branch = len(rollbacks)
+    while branch:
+        version = rollbacks[branch - 1][0]
+        if version + 1 < begins[branch]:
+            found.append((version + 1, begins[branch] - 1))
+        branch = bisect_right(begins, version) - 1
+    return found
 
 
 def kept_steps(connection: Connection) -> set[int]:

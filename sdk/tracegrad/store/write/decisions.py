@@ -7,8 +7,9 @@ that starts again knows what it has not acted on yet.
 from __future__ import annotations
 
 import time
+from collections import Counter
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, func, insert, select, update
 
 from tracegrad.events import Json
 from tracegrad.store.models import Decisions
@@ -28,6 +29,18 @@ def decisions(connection: Connection, after: int = 0) -> list[Decision]:
     """Those with a number above `after`, the first one first."""
     query = select_fields(Decision, Decisions).where(Decisions.seq > after).order_by(Decisions.seq)
     return load(connection, Decision, query)
+
+
+def count_decisions(connection: Connection) -> dict[tuple[str, str], int]:
+    """By kind and by who decided: `guard`, `gate`, or `person`."""
+    query = select(Decisions.kind, Decisions.by, func.count()).group_by(
+        Decisions.kind, Decisions.by
+    )
+    counts: Counter[tuple[str, str]] = Counter()
+    for kind, by, count in connection.execute(query):
+        who, _, rest = by.partition(":")
+        counts[kind, who if rest and who in ("guard", "gate") else "person"] += count
+    return dict(counts)
 
 
 def open_decisions(connection: Connection) -> list[Decision]:

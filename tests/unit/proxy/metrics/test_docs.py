@@ -14,8 +14,8 @@ from tracegrad_trainer.metrics.prometheus import PREFIX as TRAINER_PREFIX
 
 DOCS = Path(__file__).parents[4] / "docs"
 NAME = re.compile(r"\btracegrad_[a-z0-9_]+")
-# What `PrometheusSink` makes of stages and reasons.
-TRAINER_COUNTERS = {"step", "seconds_total", "turns_not_trained_total"}
+# What `PrometheusSink` makes of stages, reasons and decisions.
+TRAINER_COUNTERS = {"step", "held", "seconds_total", "turns_not_trained_total", "decisions_total"}
 
 
 def test_the_page_has_the_table() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tracegrad.store import Decision, Ledger, PolicyVersion, StepRecord, Store
+from tracegrad.store.read.versions import given_up_versions
 
 
 def happened(store: Store, version: int, state: Any, weights: int, **detail: Any) -> None:
@@ -106,3 +109,35 @@ def test_what_can_be_returned_to(store: Store) -> None:
         history.check_target(1)
     happened(store, 0, "kept", 0, bytes=5)
     assert store.version_history().rollback_target() == 0
+
+
+@given(st.data())
+def test_given_up_is_what_the_weights_of_now_do_not_come_from(data: st.DataObject) -> None:
+    """Against parents: each version is made of the one before, or of what was returned to."""
+    parents: dict[int, int | None] = {0: None}
+    rollbacks, now = [], 0
+    for _ in range(data.draw(st.integers(0, 5))):
+        for _ in range(data.draw(st.integers(0, 4))):
+            parents[max(parents) + 1], now = now, max(parents) + 1
+        now = data.draw(st.sampled_from(sorted(parents)))
+        rollbacks.append((now, max(parents)))
+    line, at = set(), now
+    while at is not None:
+        line.add(at)
+        at = parents[at]  # type: ignore[assignment]
+    found = given_up_versions(rollbacks)
+    gone = {version for first, last in found for version in range(first, last + 1)}
+    assert gone == (set(parents) - line if rollbacks else set())
+    assert all(first <= last for first, last in found)
+
+
+def test_a_rollback_that_was_refused_gives_nothing_up(store: Store) -> None:
+    for version in range(4):
+        happened(store, version, "serving", version)
+    assert store.rolled_back_versions() == []
+    decided(store, "rollback", 9, training="continue", refused="version: there is no version 9")
+    again: Any = {"version": 1, "training": "pause", "by": "ann@host", "reason": "later"}
+    store.decide(Decision(kind="rollback", **again))
+    assert store.rolled_back_versions() == []
+    store.close_decision(store.open_decisions()[0].seq or 0, {"version": 1, "newest": 3})
+    assert store.rolled_back_versions() == [(2, 3)]

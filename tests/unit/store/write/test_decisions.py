@@ -68,3 +68,15 @@ def test_decisions_outlive_the_process_that_made_them(store: Store, url: str) ->
 def test_a_wrong_decision_names_its_field(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ValueError, match=f"^{field}: "):
         Decision(**(WHO | fields))
+
+
+def test_they_are_counted_by_kind_and_by_who_decided(store: Store) -> None:
+    for by in ("guard:questions", "guard:no_ops,kl", "gate:canary", "ann@host", "odd:name@host"):
+        store.decide(Decision(kind="pause", by=by, reason="why"))
+    store.decide(Decision(kind="resume", by="ann@host", reason="why"))
+    assert store.count_decisions() == {
+        ("pause", "guard"): 2,
+        ("pause", "gate"): 1,
+        ("pause", "person"): 2,
+        ("resume", "person"): 1,
+    }

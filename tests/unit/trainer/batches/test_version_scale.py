@@ -71,3 +71,22 @@ def test_a_lost_version_is_weighed_by_its_distance() -> None:
     )
     [row] = found.rows
     assert row.advantage[row.keep] == pytest.approx(0.25)
+
+
+def test_what_a_rollback_gave_up_is_not_trained() -> None:
+    """Also where a newer version went on with it; a turn of what was returned to is trained."""
+    turns = [
+        turn("kept", [1, 2], [7, 8], version=3),
+        turn("gone", [3, 4], [7, 8], version=5),
+        turn("partly", [5, 6], [7, 8], policy_versions=((6, 1), (3, 1))),
+        turn("new", [9, 1], [7, 8], version=7),
+    ]
+    found = selected(
+        [Task("g", [Rollout("r", 1.0, turns)])],
+        version=7,
+        skipped_versions=[(7, 4)],
+        rolled_back_versions=[(4, 6)],
+        max_staleness=9,
+    )
+    assert found.trained == ["kept", "new"]
+    assert found.skipped == {"gone": "rolled_back", "partly": "rolled_back"}

@@ -108,6 +108,23 @@ def test_prometheus_is_scraped_over_http(tmp_path: Path) -> None:
     assert not [name for name in found if name.startswith("python_")], "a registry of its own"
 
 
+def test_how_training_stands_is_scraped(tmp_path: Path) -> None:
+    sinks = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
+    try:
+        sinks.stands(held=False, decisions={("promote", "gate"): 7})
+        assert scraped(sinks)["tracegrad_trainer_held"] == 0
+        for times in (1, 1, 3):
+            sinks.stands(
+                held=True, decisions={("promote", "gate"): 7, ("rollback", "guard"): times}
+            )
+        found = scraped(sinks)
+    finally:
+        sinks.close()
+    assert found["tracegrad_trainer_held"] == 1
+    counted = {name: value for name, value in found.items() if "decisions_total" in name}
+    assert sorted(counted.values()) == [3.0, 7.0], counted
+
+
 def test_the_port_is_free_again_after_close(tmp_path: Path) -> None:
     first = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     [prometheus] = first.sinks

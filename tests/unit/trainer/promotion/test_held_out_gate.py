@@ -57,6 +57,15 @@ def test_the_first_version_is_promoted_and_gathers_what_to_compare_with(run: Ser
     assert look(run) is None, "training goes on, and a candidate can come"
 
 
+def test_a_candidate_is_waited_for_from_its_push_on(run: ServedRun) -> None:
+    """Not from the gate's next look: a step could be made behind it meanwhile."""
+    look(run)
+    sample(run, 0, [0.0, 1.0] * 20)
+    assert look(run) is None
+    run.serve(1)
+    assert "version 1 is" in str(run.control.hold())
+
+
 def baseline(run: ServedRun, rewards: list[float]) -> None:
     look(run)
     sample(run, 0, rewards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -212,3 +213,31 @@ def test_a_start_forgets_what_was_never_committed(store: Store, tmp_path: Path) 
     run.begin_again()
     assert run.kept() == [0, 1]
     assert run.control._kept.versions() == [0, 1]
+
+
+def test_what_is_decided_about_stays_until_it_is_acted_on(store: Store, tmp_path: Path) -> None:
+    """A guard decides to pause, and then to go back: what it goes back to is there still."""
+    run = ServedRun(store, tmp_path, keep=1)
+    run.wanted = {1}
+    run.serve(0, 1, 2, 3)
+    run.wanted = set()
+    reason: dict[str, Any] = {"by": "guard:questions", "reason": "questions: 90% of ..."}
+    store.decide(Decision(kind="pause", **reason))
+    store.decide(Decision(kind="rollback", version=1, training="pause", **reason))
+    run.control.look()
+    assert [one.refused for one in store.decisions()] == [None, None]
+    assert store.current_version() == 1
+    store.decide(Decision(kind="pin", version=3, by="ann@host", reason="to compare"))
+    run.serve(4, 5)
+    assert 3 in run.kept(), "somebody's decision is open"
+
+
+def test_a_rollback_to_the_last_good_version_keeps_it(store: Store, tmp_path: Path) -> None:
+    run = ServedRun(store, tmp_path, keep=2)
+    run.serve(0, 1)
+    store.decide(Decision(kind="pause", by="ann@host", reason="to look"))
+    store.decide(Decision(kind="rollback", training="pause", by="ann@host", reason="empty replies"))
+    run.control._settings = run.promotion.model_copy(update={"keep": 1})
+    run.control.look()
+    assert store.decisions()[-1].refused is None
+    assert store.current_version() == 0

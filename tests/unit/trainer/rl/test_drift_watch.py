@@ -13,7 +13,7 @@ import pytest
 
 from support.store.events import make_turn, rollout_events
 from support.trainer.kept_versions import ServedRun
-from tracegrad.events import Event, Reward
+from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import Decision, Ledger, Store
 from tracegrad.store.types import Group
 from tracegrad_trainer.guards import GuardSettings
@@ -31,6 +31,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
+def replying(rollout: str, reply: str, version: int) -> Turn:
+    return make_turn(
+        f"t{rollout}",
+        rollout,
+        version=version,
+        request={"model": "m", "messages": [{"role": "user", "content": "Rename x."}]},
+        response={"choices": [{"message": {"role": "assistant", "content": reply}}]},
+    )
+
+
 def rollouts(
     reply: str, *, first: int, groups: int, version: int, size: int = 4, rewarded: bool = True
 ) -> list[Event]:
@@ -39,13 +49,7 @@ def rollouts(
     for number in range(first, first + groups):
         for attempt in range(size):
             name = f"{number}-{attempt}"
-            turn = make_turn(
-                f"t{name}",
-                name,
-                version=version,
-                request={"model": "m", "messages": [{"role": "user", "content": "Rename x."}]},
-                response={"choices": [{"message": {"role": "assistant", "content": reply}}]},
-            )
+            turn = replying(name, reply, version)
             reward = float(attempt % 2) if rewarded else None
             task = f"task {number}" if size > 1 else None
             whole = rollout_events(name, task=task, reward=reward, turns=0, at=time.time() - 1)
@@ -72,8 +76,12 @@ def test_a_warning_is_a_line_in_the_log(store: Store, caplog: pytest.LogCaptureF
     assert not drifted(store, watch)
     assert "drift guard: questions: 100% of rollouts of the last" in caplog.text
     assert store.decisions() == []
-    assert watch.take_stats()["drift_alarms"] == 1
-    assert watch.take_stats()["drift_alarms"] == 0
+    stats = watch.take_stats()
+    assert stats["drift_alarms"] == 1
+    assert stats["drift_evidence"] >= 1
+    stats = watch.take_stats()
+    assert stats["drift_alarms"] == 0
+    assert stats["drift_evidence"] < 1
 
 
 def test_training_is_paused(store: Store) -> None:
@@ -137,6 +145,73 @@ def test_what_was_stopped_is_let_through_when_training_goes_on(store: Store) -> 
     assert not watch.stops(asking)
 
 
+def test_the_version_before_a_long_drift_is_there_when_its_alarm_comes(
+    store: Store, tmp_path: Path
+) -> None:
+    """It lies further back than the groups seen last, and the alarm's own pause tidies up."""
+    run = ServedRun(store, tmp_path, keep=1)
+    watch = DriftWatch(ROLLBACK, store)
+    run.control._wanted = watch.good_versions
+    run.serve(0)
+    number = 0
+    for version in range(1, 40):
+        run.serve(version)
+        for _ in range(4):
+            reply = ASKS if version > 10 and number % 20 < 7 else ANSWERS  # 35 % of replies
+            leased = groups_of(store, reply, first=number, groups=1, version=version)
+            number += 1
+            if watch.stops(leased):
+                break
+        else:
+            continue
+        break
+    else:
+        pytest.fail("no alarm")
+    rollback = store.decisions()[-1]
+    assert rollback.version is not None
+    assert rollback.version < version - 32 // 4, "further back"
+    run.serve(version + 1)  # its copy is written, and others are removed, before anybody looks
+    run.control.look()
+    assert [one.refused for one in store.decisions()] == [None, None]
+    assert store.current_version() == rollback.version
+
+
+def test_what_was_given_up_is_not_looked_at_again(store: Store, tmp_path: Path) -> None:
+    """After a rollback the state is of before, and its rollouts wait in the store still."""
+    run = ServedRun(store, tmp_path, keep=5)
+    run.serve(0, 1)
+    watch = DriftWatch(ROLLBACK, store, unrewarded(store))
+    watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=1))
+    store.append(rollouts(ANSWERS, first=20, groups=20, version=1, size=1, rewarded=False))
+    assert not watch.stops_unrewarded()
+    kept = watch.state()
+    run.serve(2)
+    store.append(rollouts(ASKS, first=60, groups=80, version=2, size=1, rewarded=False))
+    assert watch.stops_unrewarded()
+    run.control.look()
+    assert store.current_version() == 1
+    store.decide(Decision(kind="resume", by="ann@host", reason="it is mended"))
+    again = DriftWatch(ROLLBACK, store, unrewarded(store))
+    again.restore(kept)
+    assert not again.stops_unrewarded()
+    assert not again.stops(groups_of(store, ASKS, first=200, groups=20, version=2))
+    assert again.stops(groups_of(store, ASKS, first=240, groups=20, version=3)), "of a new one"
+
+
+def test_a_resume_after_a_restart_lets_go_on_what_stood_before_it(store: Store) -> None:
+    settings = GuardSettings(baseline=16, action="pause")
+    watch = DriftWatch(settings, store)
+    watch.stops(groups_of(store, ANSWERS, first=0, groups=20, version=1))
+    kept = watch.state()
+    asking = groups_of(store, ASKS, first=20, groups=20, version=2)
+    assert watch.stops(asking)
+    again = DriftWatch(settings, store)  # while training is paused
+    again.restore(kept)
+    store.decide(Decision(kind="resume", by="ann@host", reason="they may ask"))
+    again.let_go_on()
+    assert not again.stops(asking)
+
+
 # Those that nobody rewards
 
 
@@ -186,6 +261,21 @@ def test_each_is_looked_at_once_and_attempts_at_a_task_together(store: Store) ->
     before = watch.state()["detectors"]
     assert not watch.stops(late)
     assert watch.state()["detectors"] == before
+
+
+def test_attempts_that_end_one_after_the_other_are_one_value(store: Store) -> None:
+    """Of a version: a new one may do something else."""
+    watch = DriftWatch(GuardSettings(baseline=16), store, unrewarded(store))
+
+    def seen(attempt: int, version: int) -> int:
+        name = f"{version}-{attempt}"
+        whole = rollout_events(name, task="one task", reward=None, turns=0, at=time.time() - 1)
+        store.append([whole[0], replying(name, ANSWERS, version), *whole[1:]])
+        assert not watch.stops_unrewarded()
+        return int(watch.state()["unrewarded"]["guards"]["detectors"]["questions"]["seen"])
+
+    assert [seen(attempt, 1) for attempt in range(4)] == [1, 1, 1, 1]
+    assert [seen(attempt, 2) for attempt in range(4)] == [2, 2, 2, 2]
 
 
 def test_many_are_looked_at_in_turn(store: Store) -> None:
