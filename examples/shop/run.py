@@ -26,8 +26,8 @@ SERVE: Mapping[str, object] = {
     # The agent waits before more than three batches are under way, so that no turn gets too old.
     "batches.stale": "wait",
     "batches.max_staleness": 2,
-    # Turns are up to two versions old. `grpo` pushes a token down as hard as ever that was made rare
-    # since, and got stuck with invalid calls in one run of ten; `minirl` does not.
+    # Turns are up to two versions old. What was made rare since is pushed down as hard as ever by
+    # `grpo`, which got stuck with invalid calls in one run of ten; `minirl` does not.
     "objective.preset": "minirl",
     "objective.aggregation": "token_mean",
     "optim.lr": 5e-4,
