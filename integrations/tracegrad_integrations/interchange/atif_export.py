@@ -51,7 +51,8 @@ def trajectory_rows(copies: Sequence[RolloutRecord], left_out: ReasonCounter) ->
 
 def trajectory_of(copy: RolloutRecord, left_out: ReasonCounter) -> Json:
     """Without what this store did with the rollout, and without its spans."""
-    about = rollout_object(replace(copy.untrained(), spans=()), text=False)
+    copy = copy.untrained().without_spans()
+    about = rollout_object(copy, text=False)
     turns = about.pop("turns")
     texts = texts_of(copy, left_out)
     details = {
@@ -134,7 +135,7 @@ class _Writer:
             schema_version=VERSION,
             trajectory_id=trajectory_id or f"{self._copy.rollout_id}.{own[0].turn_id}",
             agent=AtifAgent(
-                name=self._copy.agent or UNKNOWN,
+                name=self._agent_of(own) or UNKNOWN,
                 version=UNKNOWN,
                 model_name=path[-1].model or None,
                 tool_definitions=(before.tools or None) if before else None,
@@ -146,6 +147,11 @@ class _Writer:
                 total_steps=len(steps.steps),
             ),
         )
+
+    def _agent_of(self, turns: Sequence[Turn]) -> str | None:
+        """That called in all of them; the rollout's, where several did. Each step says its own."""
+        names = {turn.agent_name or self._copy.agent for turn in turns}
+        return names.pop() if len(names) == 1 else self._copy.agent
 
 
 def _root(turn: Turn) -> Turn:

@@ -143,7 +143,8 @@ PLACED: Json = {
     "steps": [_STEP],
     "extra": {OURS: True, "reward": True, "task_id": True},
 }
-# Embedded ones have no agent, id and reward of their own in a rollout.
+# Embedded ones have no id and reward of their own in a rollout. Their agent is their turns', and
+# kept beside them too: not every one has a turn.
 _EMBEDDED: Json = {
     "schema_version": True,
     "agent": {"model_name": True, "tool_definitions": True},

@@ -1,7 +1,8 @@
 """ATIF trajectories as rollouts: Harbor's, other producers', and our own back.
 
 Each step of an agent's that called a model is a turn, each embedded trajectory a branch of the same
-rollout. What has no place in a rollout is kept in its task, under "atif".
+rollout with its own agent's turns. What has no place in a rollout is kept in its task, under
+"atif".
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def read_trajectory(value: Json) -> ForeignRollout:
     ours = _our_fields(trajectory.extra, f"extra.{OURS}")
     # Of all of it: the same file is the same rollout, whatever its producer calls it.
     rollout_id = str(ours["rollout_id"]) if "rollout_id" in ours else digest(value)
-    reader = _Reader(rollout_id)
+    agent = ours.get("agent") if "rollout_id" in ours else trajectory.agent.name
+    reader = _Reader(rollout_id, agent)
     reader.trajectory(trajectory, "")
     if not reader.found:
         raise InvalidObject("steps", "no step is an agent's call of a model; write one or more")
@@ -131,9 +133,10 @@ class _FoundTurn:
 
 @dataclass(slots=True)
 class _Reader:
-    """Walks through trajectories, and gathers turns and times."""
+    """Walks through trajectories, and gathers turns and times. `agent`: the rollout's."""
 
     rollout_id: str
+    agent: str | None
     found: list[_FoundTurn] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     asked: list[Json] = field(default_factory=list)  # before the first turn
@@ -201,6 +204,8 @@ class _Reader:
                 "finish_reason": "tool_calls" if reply.get("tool_calls") else "stop",
                 **({"untrainable": "media"} if media else {}),
             }
+            if trajectory.agent.name != self.agent:
+                turn["agent_name"] = trajectory.agent.name
         turn |= ours
         if not turn.pop("no_text", False):
             tools = trajectory.agent.tool_definitions

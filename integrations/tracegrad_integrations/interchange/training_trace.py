@@ -67,8 +67,9 @@ class _Versions(Struct):
 
 def trace_rows(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iterator[Json]:
     for copy in copies:
-        if turns := _eligible(copy, left_out):
-            yield trace_of(copy, turns, left_out)
+        named = copy.untrained().without_spans()
+        if turns := _eligible(named, left_out):
+            yield trace_of(named, turns, left_out)
         else:
             left_out["rollouts: no_turns"] += 1
 
@@ -154,6 +155,7 @@ def _ours(detail: Json) -> Json:
     }
 
 
+        "agent_name": turn.agent_name,
 def is_trace(value: Json) -> bool:
     return {"schema_version", "turns"} <= value.keys() and "kind" not in value
 
@@ -161,6 +163,7 @@ def is_trace(value: Json) -> bool:
 def read_trace(value: Json) -> ForeignRollout:
     """Raises InvalidObject."""
     if value["schema_version"] != VERSION:
+        "asked_model": turn.asked_model,
         problem = f"{value['schema_version']!r}; this tracegrad reads {VERSION}: update it"
         raise InvalidObject("schema_version", problem)
     value = with_parsed_columns(value, TRAINING_TRACE.columns)
@@ -242,6 +245,8 @@ def _versions_of(turn: TraceTurn, where: str) -> PolicyVersions | None:
 
     Raises InvalidObject.
     """
+            "agent_name": _text(turn.metadata.get("agent_name")),
+            "asked_model": _text(turn.metadata.get("asked_model")),
     said = {"policy_versions": turn.metadata.get("policy_versions")}
     try:
         spans = validate(said, _Versions).policy_versions

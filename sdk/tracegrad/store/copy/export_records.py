@@ -35,6 +35,7 @@ from tracegrad.store.read.turns import load_turns
 from tracegrad.store.rows import load, rows_of_keys, select_fields
 from tracegrad.store.store import Store
 from tracegrad.store.types import COMPOSED_SOURCE, PolicyVersion, StepRecord, TurnDisposition
+from tracegrad.turn_scopes import turn_scopes
 
 # Rollouts in memory at once.
 _PAGE = 16
@@ -95,6 +96,19 @@ class RolloutRecord:
     def untrained(self) -> RolloutRecord:
         """Without what was done with it: all its turns wait."""
         return replace(self, consumed_at=None, consumed_step=None, dispositions={})
+
+    def without_spans(self) -> RolloutRecord:
+        """Turns whose agent only a span named, and another than the rollout's, have its name as
+        their `agent_name`: they are selected by it."""
+        scopes = turn_scopes(self.turns, self.spans, self.agent)
+        agents = {turn_id: scope.agent for turn_id, scope in scopes.items()}
+        turns = [
+            turn
+            if turn.agent_name or agents[turn.turn_id] == self.agent
+            else replace(turn, agent_name=agents[turn.turn_id])
+            for turn in self.turns
+        ]
+        return replace(self, spans=(), turns=turns)
 
 
 @dataclass(frozen=True, slots=True)

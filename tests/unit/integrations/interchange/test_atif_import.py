@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from support.transfer.template_store import TOOLS, fill
 from tracegrad.cli.app import app
 from tracegrad.events import Turn
 from tracegrad.store import Store
+from tracegrad.store.read.turn_scopes import load_turn_scopes
 from tracegrad.transfer import find_layout
 from tracegrad.transfer.export_rollouts import RolloutExport
 from tracegrad.transfer.jsonl import line_of
@@ -143,6 +145,28 @@ def test_turns_with_tokens_can_be_trained_and_the_others_are_text(target: Store)
     ]
     [call] = bye.request["messages"][2]["tool_calls"]
     assert call["function"] == {"name": "bash", "arguments": '{"cmd":"echo hi"}'}
+
+
+def test_the_turns_of_an_embedded_trajectory_are_its_agents(target: Store) -> None:
+    """However deep it lies; those of the rollout's own agent say none."""
+    changed = copy.deepcopy(HARBORS)
+    [summary] = changed["subagent_trajectories"]
+    checker = {"name": "checker", "model_name": "qwen"}
+    again = {"name": "terminus-2", "model_name": "qwen"}
+    summary["subagent_trajectories"] = [
+        {**summary, "agent": checker},
+        {**summary, "agent": again, "subagent_trajectories": [{**summary, "agent": checker}]},
+    ]
+    run(target, "-", text=json.dumps(changed))
+    assert [turn.agent_name for turn in turns_of(target)] == [
+        *(None, None, None),
+        *("summariser", "checker", None, "checker"),
+    ]
+    [row] = target.rollouts()
+    with target.reading() as connection:
+        scopes = load_turn_scopes(connection, [row.rollout_id])
+    by_agent = Counter(scope.agent for scope in scopes.values())
+    assert by_agent == {"terminus-2": 4, "summariser": 1, "checker": 2}
 
 
 def test_images_make_a_turn_untrainable(target: Store) -> None:

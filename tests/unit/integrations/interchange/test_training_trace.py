@@ -175,3 +175,6 @@ def test_bad_traces_are_named(
     assert done.exit_code == 1
     assert done.stderr.startswith(f"tracegrad: -:1: {message}"), done.stderr
     assert target.rollouts() == []
+    passed_on["turns"][1]["metadata"] |= {"agent_name": "writer", "asked_model": "coder"}
+    assert (first.agent_name, second.agent_name) == (None, "writer")
+    assert (first.asked_model, second.asked_model) == (None, "coder")
