@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from tracegrad.events import Json, Turn
+from tracegrad.events import Json, Reward, Turn
 from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.store.read.training_samples import agent_turn_indices
 from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad.transfer.readers import MASKED, ForeignReader, ForeignRollout
 from tracegrad.transfer.schema import Number, PolicyVersions, Text, TokenIds
@@ -75,9 +76,9 @@ def trace_rows(copies: Sequence[RolloutRecord], left_out: ReasonCounter) -> Iter
 
 
 def trace_of(copy: RolloutRecord, turns: Sequence[Turn], left_out: ReasonCounter) -> Json:
-    """Of these turns, without what this store did with the rollout, and without its spans."""
-    written = replace(copy.untrained(), spans=(), turns=turns)
-    about = rollout_object(written, text=False)
+    """Of these turns alone; `copy`: without its spans and what this store did with it."""
+    rewards = _remaining_rewards(copy, turns, left_out)
+    about = rollout_object(replace(copy, turns=turns, rewards=rewards), text=False)
     details = about.pop("turns")
     texts = texts_of(copy, left_out)
     found = []
@@ -118,6 +119,27 @@ def _eligible(copy: RolloutRecord, left_out: ReasonCounter) -> list[Turn]:
     return kept
 
 
+def _remaining_rewards(
+    copy: RolloutRecord, kept: Sequence[Turn], left_out: ReasonCounter
+) -> list[Reward]:
+    """A reward counts the turns; here it counts those that are kept. What was given for one of
+    the others has no turn any more."""
+    counted = [copy.turns[index].turn_id for index in agent_turn_indices(copy.turns)]
+    ids = {turn.turn_id for turn in kept}
+    places = {turn_id: n for n, turn_id in enumerate(filter(ids.__contains__, counted))}
+    found = []
+    for reward in copy.rewards:
+        if reward.turn is None or not -len(counted) <= reward.turn < len(counted):
+            found.append(reward)
+        elif (place := places.get(counted[reward.turn])) is None:
+            left_out["rewards: turn_left_out"] += 1
+        else:
+            # From the end, where its giver counted so.
+            place -= len(places) if reward.turn < 0 else 0
+            found.append(replace(reward, turn=place))
+    return found
+
+
 def _exclusion(turn: Turn) -> str | None:
     if not turn.completion_token_ids:
         return "no_tokens"
@@ -133,6 +155,7 @@ def _readable(copy: RolloutRecord, turn: Turn) -> Json:
         "rollout_id": copy.rollout_id,
         "task_id": copy.task_id,
         "agent": copy.agent,
+        "agent_name": turn.agent_name,
         "outcome": copy.outcome,
         "reward": copy.reward,
         "parent_node_id": turn.parent_id,
@@ -140,6 +163,7 @@ def _readable(copy: RolloutRecord, turn: Turn) -> Json:
         "finish_reason": turn.finish_reason,
         "sampling_params": turn.sampling,
         "model": turn.model,
+        "asked_model": turn.asked_model,
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -155,7 +179,6 @@ def _ours(detail: Json) -> Json:
     }
 
 
-        "agent_name": turn.agent_name,
 def is_trace(value: Json) -> bool:
     return {"schema_version", "turns"} <= value.keys() and "kind" not in value
 
@@ -163,7 +186,6 @@ def is_trace(value: Json) -> bool:
 def read_trace(value: Json) -> ForeignRollout:
     """Raises InvalidObject."""
     if value["schema_version"] != VERSION:
-        "asked_model": turn.asked_model,
         problem = f"{value['schema_version']!r}; this tracegrad reads {VERSION}: update it"
         raise InvalidObject("schema_version", problem)
     value = with_parsed_columns(value, TRAINING_TRACE.columns)
@@ -223,6 +245,8 @@ def _add_turn(objects: TurnObjects, turn: TraceTurn, where: str, rollout_id: str
             "created_at": 0.0,
             "finish_reason": _finish_reason(turn),
             "sampling": turn.metadata.get("sampling_params") or {},
+            "agent_name": _text(turn.metadata.get("agent_name")),
+            "asked_model": _text(turn.metadata.get("asked_model")),
         }
     found |= ours
     if "policy_versions" not in found and tokens.complete and (spans := _versions_of(turn, where)):
@@ -245,8 +269,6 @@ def _versions_of(turn: TraceTurn, where: str) -> PolicyVersions | None:
 
     Raises InvalidObject.
     """
-            "agent_name": _text(turn.metadata.get("agent_name")),
-            "asked_model": _text(turn.metadata.get("asked_model")),
     said = {"policy_versions": turn.metadata.get("policy_versions")}
     try:
         spans = validate(said, _Versions).policy_versions

@@ -6,7 +6,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tracegrad.events import Reward, RolloutFinished, Turn, logprob_array, token_id_array
+from tracegrad.events import (
+    UNACKNOWLEDGED,
+    Reward,
+    RolloutFinished,
+    Turn,
+    logprob_array,
+    token_id_array,
+)
 from tracegrad.store.copy.export_records import RolloutRecord
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -47,21 +54,32 @@ _MORE = st.lists(
 )
 
 
+# A reward's value, and the turn that it is for; one that is not there, too.
+_GIVEN = st.tuples(st.floats(-1e6, 1e6), st.none() | st.integers(-6, 5))
+
+
 @st.composite
 def rollout_records(draw: st.DrawFn) -> RolloutRecord:
     turns: list[Turn] = []
     for number in range(draw(st.integers(1, 5))):
         turns.append(_turn(draw, number, draw(st.sampled_from([None, *turns]))))
     rewards = [
-        Reward(reward_id=f"w{n}", rollout_id="r", value=value, source="direct", created_at=3.0)
-        for n, value in enumerate(draw(st.lists(st.floats(-1e6, 1e6), max_size=2)))
+        Reward(
+            reward_id=f"w{n}",
+            rollout_id="r",
+            value=value,
+            turn=turn,
+            source="direct",
+            created_at=3.0,
+        )
+        for n, (value, turn) in enumerate(draw(st.lists(_GIVEN, max_size=4)))
     ]
     end = RolloutFinished(rollout_id="r", finished_at=4.0)
     return RolloutRecord(
         rollout_id="r",
         opened_at=1.5,
         task_id=draw(st.none() | TEXTS.filter(bool)),
-        agent=draw(st.none() | TEXTS.filter(bool)),
+        agent=draw(st.none() | st.just("planner") | TEXTS.filter(bool)),
         tags={"k": draw(TEXTS)} if draw(st.booleans()) else {},
         task=draw(st.none() | TEXTS | st.fixed_dictionaries({"answer": st.integers(0, 9)})),
         outcome="completed",
@@ -99,7 +117,9 @@ def _turn(draw: st.DrawFn, number: int, parent: Turn | None) -> Turn:
         policy_versions=tuple((v, n) for v, n in versions if n),
         sampling={"temperature": 0.7} if draw(st.booleans()) else {},
         finish_reason=draw(st.none() | st.sampled_from(["stop", "length"])),
-        untrainable=draw(st.none() | st.just("greedy")),
+        untrainable=draw(st.none() | st.sampled_from(["greedy", UNACKNOWLEDGED])),
+        agent_name=draw(st.none() | st.sampled_from(["planner", "writer"])),
+        asked_model=draw(st.none() | st.just("coder-model")),
         created_at=2.0 + number,
         **texts,
     )

@@ -15,12 +15,14 @@ import pytest
 from hypothesis import given, settings
 from typer.testing import CliRunner, Result
 
+from support.store.events import make_turn
 from support.transfer.rollout_records import rollout_records
 from tracegrad.cli.app import app
-from tracegrad.events import Turn
+from tracegrad.events import Reward, RolloutStarted, Turn
 from tracegrad.jsonutil import dump_json
 from tracegrad.store import Store
 from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.store.read.training_samples import turn_rewards
 from tracegrad_integrations.interchange.training_trace import read_trace, trace_rows
 
 
@@ -38,19 +40,37 @@ def test_what_openenv_takes_comes_back(record: RolloutRecord) -> None:
     rows = [json.loads(dump_json(row)) for row in trace_rows([record], left_out)]
     counted = sum(n for reason, n in left_out.items() if reason.startswith("turns: "))
     assert counted == len(record.turns) - len(kept)
+    ids = {turn.turn_id: turn for turn in record.turns}
     if not kept:
         assert (rows, left_out["rollouts: no_turns"]) == ([], 1)
         return
     [row] = rows
     back = read_trace(row).as_record(99.0)
     assert [bare(turn) for turn in back.turns] == [bare(turn) for turn in kept]
-    assert replace(back, turns=(), spans=()) == replace(record, turns=())
-    ids = {turn.turn_id: turn for turn in record.turns}
+    bare_record = replace(record, turns=(), rewards=())
+    assert replace(back, turns=(), rewards=(), spans=()) == bare_record
+    there, here = rewarded(record), rewarded(back)
+    lost = {name for name, of in there.items() if of in ids and not is_exact(ids[of])}
+    assert here == {name: of for name, of in there.items() if name not in lost}
+    assert left_out["rewards: turn_left_out"] == len(lost)
+    if len(kept) == len(record.turns):
+        assert back.rewards == record.rewards
     for turn in back.turns:
         parent = ids[turn.turn_id].parent_id
         while parent is not None and not is_exact(ids[parent]):
             parent = ids[parent].parent_id
         assert turn.parent_id == parent
+
+
+def rewarded(record: RolloutRecord) -> dict[str, str]:
+    """Of each reward the turn that training gives it to; "": the rollout, "none": no turn."""
+    found = {}
+    for reward in record.rewards:
+        of = list(turn_rewards([reward], record.turns))
+        found[reward.reward_id] = record.turns[of[0]].turn_id if of else "none"
+        if reward.turn is None:
+            found[reward.reward_id] = ""
+    return found
 
 
 def bare(turn: Turn) -> str:
@@ -118,15 +138,51 @@ def test_a_trace_of_openenvs_is_a_rollout(target: Store) -> None:
     }
 
 
-def test_the_versions_beside_ours_are_read(target: Store) -> None:
+def test_a_reward_stays_with_its_turn_or_is_left_out_with_it(target: Store, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'source.db'}"
+    with Store.open(url) as source:
+        source.append([
+            RolloutStarted(rollout_id="r", opened_at=1.0),
+            make_turn("refused", sampled=()),
+            make_turn("first", new=[7]),
+            make_turn("second", new=[8]),
+            make_turn("text", new=[], sampled=()),
+            *(
+                Reward(reward_id=f"of {turn}", rollout_id="r", value=0.5, turn=turn)
+                for turn in (None, 0, 1, 2, 3, 9, -1, -2, -3, -4, -5)
+            ),
+        ])  # fmt: skip
+    file = str(tmp_path / "traces.jsonl")
+    export = ["export", "--store", url, "--layout", "openenv-trace", "-o", file]
+    said = CliRunner().invoke(app, export).stderr
+    assert "no_tokens (2 turns)" in said
+    assert "turn_left_out (4 rewards)" in said
+    here = f"sqlite:///{target.database.describe()}"
+    assert CliRunner().invoke(app, ["import", "--store", here, file]).exit_code == 0
+    assert [turn.turn_id for turn in target.rollout_turns("r")] == ["first", "second"]
+    assert {reward.reward_id: reward.turn for reward in target.rewards("r")} == {
+        "of None": None,
+        "of 1": 0,
+        "of 2": 1,
+        "of -2": -1,
+        "of -3": -2,
+        "of 9": 9,  # of a turn that never was
+        "of -5": -5,
+    }
+
+
+def test_versions_and_names_beside_ours_are_read(target: Store) -> None:
     """Who passes a trace of ours on may leave out what only we read."""
     passed_on = copy.deepcopy(OPENENVS)
     passed_on["turns"][0]["metadata"]["policy_versions"] = [[3, 1], [4, 1]]
+    passed_on["turns"][1]["metadata"] |= {"agent_name": "writer", "asked_model": "coder"}
     assert run(target, passed_on).exit_code == 0
     [row] = target.rollouts()
     first, second = target.rollout_turns(row.rollout_id)
     assert first.policy_versions == ((3, 1), (4, 1))
     assert second.policy_versions == ((0, 2),)  # which says none
+    assert (first.agent_name, second.agent_name) == (None, "writer")
+    assert (first.asked_model, second.asked_model) == (None, "coder")
 
 
 def test_what_we_say_ourselves_of_the_versions_goes_first(target: Store) -> None:
@@ -175,6 +231,3 @@ def test_bad_traces_are_named(
     assert done.exit_code == 1
     assert done.stderr.startswith(f"tracegrad: -:1: {message}"), done.stderr
     assert target.rollouts() == []
-    passed_on["turns"][1]["metadata"] |= {"agent_name": "writer", "asked_model": "coder"}
-    assert (first.agent_name, second.agent_name) == (None, "writer")
-    assert (first.asked_model, second.asked_model) == (None, "coder")
