@@ -27,6 +27,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import LlmCall, usage_of
 from tracegrad.proxy.otel.semconv.evaluations import result_attributes
 from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE
 from tracegrad.store.copy.export_records import RolloutRecord
+from tracegrad.store.read.training_samples import agent_turn_indices
 
 _SCOPE = InstrumentationScope("tracegrad")
 _NS = 1_000_000_000
@@ -43,6 +44,7 @@ class _Trace:
     def __init__(self, copy: RolloutRecord) -> None:
         self._copy = copy
         self._sent = {span.span_id: span for span in copy.spans}
+        self._counted = agent_turn_indices(copy.turns)
         # In the agent's own trace, if there is one: its ids are found in its logs.
         traces = [span.trace_id for span in copy.spans]
         self._trace_id = int(traces[0], 16) if traces else _number("trace", copy.rollout_id, 16)
@@ -105,6 +107,7 @@ class _Trace:
         seconds = sum((turn.timing or {}).get(stage) or 0 for stage in CALL_STAGES)
         attributes = {
             **opentelemetry.write(_call_of(turn, find)),
+            genai_attributes.AGENT_NAME: turn.agent_name,
             genai_attributes.CONVERSATION: self._copy.rollout_id,
             ROLLOUT_ATTRIBUTE: self._copy.rollout_id,
             "tracegrad.turn_id": turn.turn_id,
@@ -113,7 +116,7 @@ class _Trace:
             "tracegrad.untrainable": turn.untrainable,
         }
         return self._span(
-            f"{opentelemetry.CHAT} {turn.model}".rstrip(),
+            f"{opentelemetry.CHAT} {turn.asked_model or turn.model}".rstrip(),
             _number("turn", turn.turn_id, 8),
             int(parent, 16) if parent in self._sent and parent else self._root,
             (end - round(seconds * _NS), end),
@@ -145,19 +148,20 @@ class _Trace:
         )
 
     def _rewards(self, place: int | None) -> Iterator[Event]:
-        """Of the turn at `place`; None: of the whole rollout."""
+        """Of the turn at `place`; None: of the whole rollout. Those of turns that are not there are
+        nobody's."""
         for reward in self._copy.rewards:
-            if reward.value is not None and self._place(reward) == place:
+            if reward.value is not None and self._is_for(reward, place):
                 given = result_attributes(reward.name, reward.value, reward.label, reward.comment)
                 source = {"tracegrad.reward.source": reward.source}
                 name = genai_attributes.EVALUATION
                 yield Event(name, {**given, **source}, round(reward.created_at * _NS))
 
-    def _place(self, reward: Reward) -> int | None:
-        turns = len(self._copy.turns)
-        if reward.turn is None or not -turns <= reward.turn < turns:
-            return None
-        return reward.turn % turns
+    def _is_for(self, reward: Reward, place: int | None) -> bool:
+        if reward.turn is None or place is None:
+            return reward.turn is place
+        counted = self._counted
+        return -len(counted) <= reward.turn < len(counted) and counted[reward.turn] == place
 
     def _span(
         self,
@@ -201,7 +205,7 @@ def _call_of(turn: Turn, find: FindsTurn) -> LlmCall:
     body = call.body if call else {}
     return LlmCall(
         {
-            "model": turn.model,
+            "model": turn.asked_model or turn.model,
             "messages": body.get("messages") or [],
             "tools": body.get("tools") or [],
             **turn.sampling,

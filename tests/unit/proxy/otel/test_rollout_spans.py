@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 
+from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.transfer.rollout_records import rollout_records
 from support.transfer.template_store import TOOLS, fill
 from tracegrad.events import Json, Reward, Span, Turn
@@ -16,6 +17,8 @@ from tracegrad.proxy.otel.semconv import llm_call
 from tracegrad.proxy.otel.semconv.evaluations import evaluations_of
 from tracegrad.store import Store
 from tracegrad.store.copy.export_records import RolloutRecord, iter_rollouts
+from tracegrad.store.read.training_samples import turn_rewards
+from tracegrad.store.read.turn_scopes import load_turn_scopes
 
 
 def received(copy: RolloutRecord) -> list[Span]:
@@ -53,6 +56,31 @@ def test_calls_say_what_was_said(tmp_path: Any) -> None:
     assert second.attributes["tracegrad.policy_versions"] == f"[[{len(turn.turn_id)},9]]"
     [score] = evaluations_of(root)
     assert (score.name, score.value) == ("reward", 1.0)
+
+
+def test_our_own_receiver_knows_who_called_and_for_which_model(rig: ProxyWithEngine) -> None:
+    said: Any = {
+        "request": {"messages": [{"role": "user", "content": "Rain?"}]},
+        "response": {"choices": [{"message": {"role": "assistant", "content": "Yes."}}]},
+    }
+    copy = RolloutRecord(
+        rollout_id="r",
+        agent="planner",
+        opened_at=99.5,
+        turns=[
+            turn("plain", **said),
+            turn("named", agent_name="reviewer", asked_model="coder-model", **said),
+        ],
+    )
+    body = encode_spans(rollout_spans(copy)).SerializeToString()
+    sent = rig.http.post("/v1/traces", content=body, headers={"content-type": PROTOBUF})
+    assert sent.status_code == 200
+    with rig.store.reading() as connection:
+        scopes = load_turn_scopes(connection, ["r"])
+    assert [
+        (each.model, each.asked_model, scopes[each.turn_id].agent)
+        for each in rig.store.rollout_turns("r")
+    ] == [("m", None, "planner"), ("m", "coder-model", "reviewer")]
 
 
 def test_a_failed_rollout_is_an_error(tmp_path: Any) -> None:
@@ -131,10 +159,24 @@ def test_every_rollout_can_be_sent(record: RolloutRecord) -> None:
     spans = received(record)
     assert len(spans) == len({each.span_id for each in spans}) == 1 + len(record.turns)
     assert spans == received(record)
+    scores = {
+        of.turn_id: [score.value for score in evaluations_of(each)]
+        for each, of in zip(spans[1:], record.turns, strict=True)
+    }
+    assert {turn_id: values[-1] for turn_id, values in scores.items() if values} == {
+        record.turns[index].turn_id: value
+        for index, value in turn_rewards(record.rewards, record.turns).items()
+    }
+    whole = [reward.value for reward in record.rewards if reward.turn is None]
+    assert [score.value for score in evaluations_of(spans[0])] == whole
     for each, of in zip(spans[1:], record.turns, strict=True):
         call = llm_call(each)
         assert call is not None
         assert call.finish_reason == of.finish_reason
+        assert call.request["model"] == (of.asked_model or of.model)
+        assert each.name == f"chat {of.asked_model or of.model}"
+        assert each.attributes["gen_ai.response.model"] == of.model
+        assert each.attributes.get("gen_ai.agent.name") == of.agent_name
         if of.response is not None and call.reply is not None:
             reply = of.response["choices"][0]["message"]
             assert (call.reply["content"] or "") == reply["content"]
