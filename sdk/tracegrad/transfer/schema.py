@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 from tracegrad.events import MAX_REWARD, REWARD_RANGE, Json, Outcome
 
 FORMAT = 1
-# Written only where there is a value: older readers refuse fields that they do not know.
+# In copies only where there is a value: older readers refuse fields that they do not know.
 OMITTED_IF_NONE = frozenset(
     {
         *("label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"),
@@ -170,7 +170,11 @@ class SpanWithoutRolloutObject(_Line, kw_only=True):
 
 
 class FlatTurnObject(_Object, kw_only=True):
-    """A row of `export --turns`, with its whole prompt; it is only written."""
+    """A row of `export --turns`, with its whole prompt; it is only written.
+
+    `agent_name`: as in a copy, or else as spans around the call say
+    (`RolloutRecord.without_spans`).
+    """
 
     turn_id: Text
     parent_turn_id: str | None
@@ -191,6 +195,8 @@ class FlatTurnObject(_Object, kw_only=True):
     skip_reason: str | None
     untrainable: str | None
     fork_reason: str | None
+    agent_name: str | None
+    asked_model: str | None
 
 
 class FunctionObject(Struct):

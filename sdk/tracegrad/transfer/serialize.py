@@ -53,11 +53,11 @@ def rollout_object(copy: RolloutRecord, *, text: bool = True) -> Json:
 def turn_objects(copy: RolloutRecord, *, trained: bool | None = None) -> Iterator[Json]:
     """One flat object a turn, whole prompts in it; `trained`: only turns that were, or were not."""
     reward = copy.reward
-    for turn in copy.turns:
+    for turn in copy.without_spans().turns:
         given = _given(turn, copy.dispositions.get(turn.turn_id))
         if trained is not None and trained != (given["trained_step"] is not None):
             continue
-        yield _object(
+        yield _fields(
             FlatTurnObject,
             turn,
             task_id=copy.task_id,
@@ -95,12 +95,17 @@ def _logprob_json(value: float) -> float | None:
     return math.copysign(_BEYOND_FLOAT32, value) if math.isinf(value) else value
 
 
-def _object(schema: type[Struct], record: object, **given: Any) -> Json:
+def _fields(schema: type[Struct], record: object, **given: Any) -> Json:
     """The schema's fields in order: those that are given, else those of the record."""
-    found = {
+    return {
         name: given[name] if name in given else getattr(record, name)
         for name in schema.__struct_fields__
     }
+
+
+def _object(schema: type[Struct], record: object, **given: Any) -> Json:
+    """As an object of a copy."""
+    found = _fields(schema, record, **given)
     for name in OMITTED_IF_NONE & found.keys():
         if found[name] is None:
             del found[name]

@@ -17,17 +17,18 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner, Result
 
-from support.store.events import make_turn
+from support.store.events import make_span, make_turn
 from support.system.small_disk import small_disk
 from support.transfer.template_store import fill
 from tracegrad.cli.app import app
-from tracegrad.events import Json
+from tracegrad.events import Json, RolloutStarted
 from tracegrad.store import Ledger, StepRecord, Store
 
 NAMES = [
     "turn_id", "parent_turn_id", "rollout_id", "task_id", "agent", "outcome", "reward", "dialect",
     "model", "prompt_token_ids", "completion_token_ids", "completion_logprobs", "policy_versions",
     "finish_reason", "created_at", "trained_step", "skip_reason", "untrainable", "fork_reason",
+    "agent_name", "asked_model",
 ]  # fmt: skip
 
 
@@ -93,6 +94,31 @@ def test_turns_say_why_they_cannot_be_trained_and_why_they_forked(
     assert run(store, "--turns", "-o", str(file)).exit_code == 0
     rows = pyarrow.parquet.read_table(file).to_pylist()
     assert {r["turn_id"]: (r["untrainable"], r["fork_reason"]) for r in rows} == found
+
+
+def test_turns_say_who_called_and_for_which_model(store: Store, tmp_path: Path) -> None:
+    """Who called is known from the call, or from the spans around it, which are not in the file."""
+    store.append([
+        RolloutStarted(rollout_id="r", agent="planner", opened_at=1.0),
+        make_span(1, "r", attributes={"gen_ai.agent.name": "planner"}),
+        make_span(2, "r", parent_span_id=f"{1:016x}", attributes={"agent.name": "writer"}),
+        make_turn("plain"),
+        make_turn("said", agent_name="reviewer", asked_model="coder-model"),
+        make_turn("outer", parent_span_id=f"{1:016x}"),
+        make_turn("inner", parent_span_id=f"{2:016x}"),
+    ])  # fmt: skip
+    found = {
+        "plain": (None, None),
+        "said": ("reviewer", "coder-model"),
+        "outer": (None, None),
+        "inner": ("writer", None),
+    }
+    rows = objects(store, "--turns")
+    assert {r["turn_id"]: (r["agent_name"], r["asked_model"]) for r in rows} == found
+    file = tmp_path / "turns.parquet"
+    assert run(store, "--turns", "-o", str(file)).exit_code == 0
+    rows = pyarrow.parquet.read_table(file).to_pylist()
+    assert {r["turn_id"]: (r["agent_name"], r["asked_model"]) for r in rows} == found
 
 
 @pytest.mark.parametrize(
