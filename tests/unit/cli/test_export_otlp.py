@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from support.transfer.template_store import fill
 from tracegrad.cli.app import app
+from tracegrad.events import Reward
 from tracegrad.store import Store
 
 
@@ -91,6 +92,14 @@ def test_what_the_filters_choose_is_sent(server: Notes, store_url: str, tmp_path
     [headers] = server.headers
     assert headers["content-type"] == "application/x-protobuf"
     assert (headers["x-mlflow-experiment-id"], headers["authorization"]) == ("0", "Basic abc=")
+
+
+def test_rewards_for_turns_that_are_not_there_are_counted(server: Notes, store_url: str) -> None:
+    with Store.open(store_url) as store:
+        store.append([Reward(rollout_id="c1", value=1.0, turn=turn) for turn in (1, -2, 2, -3)])
+        store.append([Reward(rollout_id="c1", value=None, turn=2)])
+    done = export(store_url, "--otlp", server.url, "--task", "stock")
+    assert done.stderr.splitlines()[1:] == ["left out: no_such_turn (2 rewards)"]
 
 
 def test_texts_may_be_left_out(server: Notes, store_url: str) -> None:

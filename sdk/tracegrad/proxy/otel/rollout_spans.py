@@ -40,6 +40,13 @@ def rollout_spans(copy: RolloutRecord) -> list[ReadableSpan]:
     return _Trace(copy).spans()
 
 
+def rewards_of_no_turn(copy: RolloutRecord) -> int:
+    """How many are for turns that are not there: no span has them."""
+    turns = len(agent_turn_indices(copy.turns))
+    given = (each.turn for each in copy.rewards if each.value is not None)
+    return sum(turn is not None and not -turns <= turn < turns for turn in given)
+
+
 class _Trace:
     def __init__(self, copy: RolloutRecord) -> None:
         self._copy = copy
