@@ -35,8 +35,13 @@ async def _run(question: str) -> str:
             "family": "unknown",
         },
     )
-    # `reflect_on_tool_use` would leave the tools out of the second call, which forks.
-    agent = AssistantAgent("forecaster", model, tools=[weather], max_tool_iterations=3)
+    agent = AssistantAgent(
+        "forecaster",
+        model,
+        tools=[weather],
+        # `reflect_on_tool_use` would leave the tools out of the second call, which forks.
+        max_tool_iterations=3,  # 4
+    )
     return str((await agent.run(task=question)).messages[-1].content)
 
 

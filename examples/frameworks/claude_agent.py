@@ -2,7 +2,7 @@
 
 `query` is imported behind `instrument()`, which puts another function there.
 
-export CLAUDE_CODE_ATTRIBUTION_HEADER=0 CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
+export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
 TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/claude_agent.py
 """
 

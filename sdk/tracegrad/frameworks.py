@@ -282,7 +282,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
             Trap(
                 "`reflect_on_tool_use=True` leaves the tools out of its second call, which forks"
                 " (`tools_changed`).",
-                "`max_tool_iterations`.",
+                "`max_tool_iterations=…` in its place.",
             ),
         ),
     ),
@@ -324,9 +324,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
             ),
             Trap("It reports to its vendor.", "`CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`."),
             Trap(
-                "A line about the session in its system prompt changes between calls, which forks.",
-                "`CLAUDE_CODE_ATTRIBUTION_HEADER=0`, in its environment or in"
-                " `ClaudeAgentOptions(env={…})`.",
+                "A line about the session in its system prompt changes between calls.",
+                "None: the proxy takes it out, as vLLM does.",
             ),
             Trap(
                 "`from claude_agent_sdk import query` before `instrument()` keeps the function"
@@ -334,8 +333,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
                 "`claude_agent_sdk.query(…)`, or import it later.",
             ),
             Trap(
-                "Its first prompt holds 50 KB or more.",
-                "`tools=[…]` and a `system_prompt` of yours.",
+                "Its first prompt holds 40 KB or more.",
+                "`tools=[…]`, and no `system_prompt` of Claude Code's.",
             ),
         ),
     ),
