@@ -175,9 +175,10 @@ class rollout(AbstractContextManager[Rollout]):
             agents_own = isinstance(error, Exception)
             outcome = Outcome.AGENT_ERROR if agents_own else Outcome.ABORTED
             said = error_line(error, context.MAX_ERROR_CHARS)
-        self._expect_calls(outcome)
-        if self._task is not None and not self._rollout.held_out:
-            dspy_cache.warn_of_cached_answers(self._before)
+        compared = self._task is not None and not self._rollout.held_out
+        # A rollout that a cache answered has no calls; how to give it some is said here.
+        if not (compared and dspy_cache.warn_of_cached_answers(self._before)):
+            self._expect_calls(outcome)
         self._rollout.finish(outcome, said)
 
     def _expect_calls(self, outcome: Outcome) -> None:

@@ -225,8 +225,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
         ),
         traps=(
             Trap(
-                "Its cache, in memory and on the disk, answers what was asked before: equal"
-                " attempts get one answer.",
+                "Its cache, in memory and on the disk, answers what was asked before, whatever the"
+                " `api_base`: equal attempts get one answer.",
                 "`dspy.LM(…, cache=False)`.",
             ),
             Trap(

@@ -173,6 +173,36 @@ def test_dspys_cache_is_said(proxy: ProxyWithEngine, tmp_path: Path) -> None:
     assert "cache=False" in run.output
 
 
+DSPYS_OWN_ENGINE = """
+import dspy
+
+from tracegrad import rollout
+
+for questions in (["Ulm?"], ["Ulm?", "Bonn?"]):
+    with rollout("weather") as r:
+        # `api_base` chooses DSPy's own engine; its cache does not ask where an answer came from.
+        model = dspy.LM("openai/policy", api_base=r.base_url, api_key=r.api_key, cache=True)
+        for question in questions:
+            model(question)
+        r.reward(1.0)
+"""
+
+
+@pytest.mark.frameworks
+def test_dspys_cache_is_said_of_its_own_engine(proxy: ProxyWithEngine, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(DSPYS_OWN_ENGINE)
+    proxy.engine.replies.extend([Answer("Rain."), Answer("Sun.")])
+    run = run_example("dspy", proxy, str(tmp_path), file=program)
+    assert len(proxy.engine.requests) == 2, "the second rollout's first call was answered before"
+    assert run.output.count("DSPy answered from its cache") == 1
+    assert "cache=False" in run.output
+    rows = eventually(
+        lambda: len(found := [row for row in proxy.store.rollouts() if row.outcome]) == 2 and found
+    )
+    assert [len(proxy.turns_of(row.rollout_id)) for row in rows] == [1, 1]
+
+
 # Settings that frameworks have, and that an ordinary program would leave alone: each is a trap's
 # remedy. A line with one of them is one of ours. Which tools and system prompt an agent has is its
 # own choice, also where a trap asks for it: Claude's `tools=[]` is no line of ours.

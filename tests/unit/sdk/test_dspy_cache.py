@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.sdk.fake_proxy import FakeProxy
-from tracegrad import dspy_cache, rollout
+from tracegrad import call_check, dspy_cache, flush, rollout
 
 
 @pytest.fixture
@@ -30,6 +30,16 @@ def entry(hit: bool) -> dict[str, Any]:
     return {"response": SimpleNamespace(cache_hit=hit)}
 
 
+def native(hit: bool, *, counted: bool = True, n: int = 1) -> dict[str, Any]:
+    """Of DSPy's own engine: a response has no mark, and its usage even where it was cached."""
+    usage = SimpleNamespace(input_tokens=3, output_tokens=5)
+    if not counted:
+        usage = SimpleNamespace(input_tokens=None, output_tokens=None)
+    responses = (SimpleNamespace(usage=usage),) * n
+    used = {"prompt_tokens": 3, "completion_tokens": 5} if counted and not hit else {}
+    return {"response": responses[0] if n == 1 else responses, "usage": used}
+
+
 def test_a_hit_is_said_once(history: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     with rollout("t"):
         history.append(entry(hit=False))
@@ -39,6 +49,47 @@ def test_a_hit_is_said_once(history: list[Any], caplog: pytest.LogCaptureFixture
             history.append(entry(hit=True))
     [warning] = said(caplog)
     assert "cache=False" in warning
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_hit_of_its_own_engine_shows_in_what_was_used(
+    history: list[Any], caplog: pytest.LogCaptureFixture, n: int
+) -> None:
+    with rollout("t"):
+        history.append(native(hit=False, n=n))
+    with rollout("t"):
+        history.append(native(hit=False, counted=False, n=n))  # nothing can be said
+    assert said(caplog) == []
+    with rollout("t"):
+        history.extend([native(hit=True, n=n), native(hit=False, n=n)])
+    assert len(said(caplog)) == 1
+
+
+def test_a_hit_is_found_before_many_calls(
+    history: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with rollout("t"):
+        history.extend([entry(hit=True), *[entry(hit=False)] * (dspy_cache.LOOKED_AT - 1)])
+    assert len(said(caplog)) == 1
+
+
+def test_one_without_calls_is_told_of_the_cache_alone(
+    history: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_check, "_SPAN_EXPORTERS", ())  # of another test's
+    for _ in range(2):
+        with rollout("t") as r:
+            r.reward(1.0)
+            history.append(native(hit=True))
+    assert flush(60)
+    assert len(said(caplog)) == 1
+    assert "no LLM call" not in caplog.text
+    with rollout("t") as r:
+        r.reward(1.0)
+    assert flush(60)
+    assert "no LLM call" in caplog.text
 
 
 def test_what_was_cached_before_the_rollout_is_not_its_own(
