@@ -201,14 +201,24 @@ def _say_what_the_program_needs(framework: Framework) -> None:
         return
     name, how = framework.needs_in_program
     own = framework.packages[0]
-    for module in list(sys.modules.values()):
-        of = getattr(module, "__name__", None)
-        if isinstance(of, str) and of.split(".")[0] != own and name in vars(module):
-            return
+    if any(_has_of_another(module, name, own) for module in list(sys.modules.values())):
+        return
     _warn(
         f"{framework.title} makes spans of agents that are told to, and no module here has its"
         f" {name} yet: {how}"
     )
+
+
+def _has_of_another(module: object, name: str, own: str) -> bool:
+    """Any object may stand in sys.modules, and raise where it is asked. Its `__dict__` alone is
+    looked into: an attribute of a lazy module would be imported."""
+    try:
+        of, has = getattr(module, "__name__", None), getattr(module, "__dict__", {})
+        return isinstance(of, str) and of.split(".")[0] != own and name in has
+    except Exception as error:
+        if is_of_signal_handler(error):
+            raise
+        return False
 
 
 def _say_what_silences(framework: Framework) -> None:

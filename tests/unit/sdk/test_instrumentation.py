@@ -204,6 +204,33 @@ def test_what_a_program_must_still_hand_to_its_agents(
     )
 
 
+class Shy:
+    """As some libraries put in their modules' place."""
+
+    __slots__ = ()
+    __name__ = "shy"
+
+
+class Raising:
+    def __getattr__(self, name: str) -> object:
+        raise ImportError(name)
+
+
+@pytest.mark.parametrize("kind", [Shy, Raising])
+def test_anything_may_stand_in_place_of_a_module(
+    install: Install,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+) -> None:
+    monkeypatch.setattr(trace, "set_tracer_provider", lambda _: None)
+    install("ag2")
+    monkeypatch.setitem(sys.modules, "shy", kind())
+    assert tracegrad.instrument() == ["ag2"]
+    [said] = warnings(caplog)
+    assert "no module here has its TelemetryMiddleware yet" in said
+
+
 def test_names(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"instrument\('langgraf'\): .* give one of ag2, "):
         tracegrad.instrument("langgraf")
