@@ -103,8 +103,9 @@ FRAMEWORKS: tuple[Framework, ...] = (
             Trap("Reasoning is not sent back to the model.", "None: it forks where it is trained."),
             Trap(
                 "`stream_usage` is off for any server but OpenAI's.",
-                "`ChatOpenAI(stream_usage=True)`, if you read usage of streams; the proxy knows it"
-                " anyway.",
+                "None: the proxy counts tokens by their ids, and asks the engine for a stream's"
+                " usage only where the client does (a model behind LiteLLM tells no ids, and has no"
+                " count without it). `ChatOpenAI(stream_usage=True)`, if your program reads it.",
             ),
         ),
     ),

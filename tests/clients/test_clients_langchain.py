@@ -164,6 +164,15 @@ class TestChatOpenAI(OpenAISuite):
         with pytest.raises(openai.BadRequestError, match="Unknown part type: file"):
             model.invoke([_with_pdf()])
 
+    def test_a_stream_without_usage_is_a_turn_as_any(self) -> None:
+        params = {**self.chat_model_params}
+        del params["stream_usage"]
+        message = _said(ChatOpenAI(**params), "Count me.", stream=True)
+        assert message.usage_metadata is None, "LangChain's default for such a server"
+        [turn] = [turn for turn in self.rig.all_turns() if "Count me." in str(turn.request)]
+        assert turn.untrainable is None
+        assert len(turn.completion_token_ids) == len(turn.completion_logprobs) > 0
+
 
 class TestChatOpenAIResponses(OpenAISuite):
     __test__ = True

@@ -165,6 +165,19 @@ def test_usage_of_a_stream_comes_after_the_finish(rig: ProxyWithEngine) -> None:
     assert rig.turns()[0].response["usage"] == chunks[-1].usage.model_dump(exclude_unset=True)
 
 
+def test_a_stream_without_usage_is_counted_by_its_tokens(rig: ProxyWithEngine) -> None:
+    say = Answer("It is a fine day.")
+    rig.engine.replies.append(say)
+    chunks = list(rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
+    assert not any(chunk.usage for chunk in chunks)
+    assert "stream_options" not in rig.engine.requests[0]
+    [turn] = rig.turns()
+    assert_sampled(turn, say, render(HELLO))
+    assert not turn.response.get("usage")
+    [row] = rig.store.rollouts()
+    assert row.completion_tokens == len(say.token_ids)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_hidden_reasoning_is_still_recorded(rig: ProxyWithEngine, stream: bool) -> None:
     say = Answer("Yes.", reasoning="Is it so? It is.")
