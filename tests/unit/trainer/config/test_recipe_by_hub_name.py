@@ -17,10 +17,12 @@ from typer.testing import CliRunner
 
 from support.trainer.tiny_model import tiny_tokenizer
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.engine.model.memory import meta_model
 from tracegrad_trainer.launch.model_outline import write_outline
 
 ROOT = Path(__file__).resolve().parents[4]
 RECIPE = ROOT / "examples" / "recipes" / "qwen3-0.6b.toml"
+GIB = 2**30
 # What the model's config.json on the Hub says of its shape.
 SHAPE: dict[str, Any] = {
     "vocab_size": 151_936,
@@ -75,6 +77,21 @@ def test_it_names_the_model_as_the_hub_does() -> None:
 def test_it_fits_one_gpu_that_both_share(plan: dict[str, Any]) -> None:
     placement = plan["placement"]
     assert placement["shared"] is True
+
+
+def test_the_page_says_how_much_disk_it_takes(model: Path, plan: dict[str, Any]) -> None:
+    parameters = sum(each.numel() for each in meta_model(model).parameters())
+    checkpoint = 3 * 4 * parameters  # weights and two moments, in float32
+    version = 2 * parameters  # as they are pushed, in bfloat16
+    kept = plan["settings"]["promotion"]["keep"]
+    checkpoints = max(kept, plan["settings"]["checkpoint"]["keep"])
+    disk = (checkpoints + 1) * checkpoint + (kept + 1) * version  # one of each is being written
+    page = " ".join((ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split())
+    assert f"{math.ceil(disk / GIB)} GiB of disk for its state folder" in page
+    assert f"is {checkpoint / GIB:.1f} GiB (12 bytes a parameter)" in page
+    assert f"may go to are {version / GIB:.1f} GiB (`versions/`)" in page
+    assert kept == checkpoints == 3, "as the page counts them"
+    assert f"takes {(checkpoint + version) / GIB:.1f} GiB more" in page
 
 
 def test_the_page_shows_what_the_plan_prints(model: Path, tmp_path: Path) -> None:
