@@ -147,6 +147,20 @@ def test_names_and_parameters_are_the_packages(peer: Peer) -> None:
     assert [problem for use in used if (problem := source.problem(use))] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", OF_A_WHEEL, ids=lambda peer: peer.folder)
+def test_files_that_are_named_are_in_the_wheel(peer: Peer) -> None:
+    assert peer.wheel is not None
+    [section] = re.findall(rf"^### {re.escape(peer.title)}\n(.+?)(?=^### |\Z)", TEXT, re.M | re.S)
+    [(folder, said)] = re.findall(
+        rf"^- Found in the wheel {peer.version}, `(\w+)/`: (.+?)(?=^- |\Z)", section, re.M | re.S
+    )
+    named = [name for name in re.findall(r"`([^`]+)`", said) if re.search(r"[/.]", name)]
+    assert len(named) > 5
+    root = wheel_source(peer.wheel, peer.version) / folder
+    assert [name for name in named if not (root / name).exists()] == []
+
+
 def missing(settings: Any, keys: list[str]) -> list[str]:
     """Of dotted keys, those that the settings do not have."""
 
