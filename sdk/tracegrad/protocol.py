@@ -19,6 +19,7 @@ KEY_HEADER = "x-tracegrad-key"
 STATE_HEADER = "x-tracegrad-state"
 AGENT_HEADER = "x-tracegrad-agent"  # `agent_header` of a name
 MAX_AGENT_NAME = 200  # characters; more are cut off
+MAX_MODEL_NAME = 200  # of the name that an agent asks for; as well
 # Of printable ASCII all but "%", which writes the rest.
 _HEADER_SAFE = " !#$&'()*+,/:;<=>?@[]^`{|}\""
 # In `baggage` and on spans: whose they are.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from tracegrad.events import Json, new_id
+from tracegrad.protocol import MAX_MODEL_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,10 @@ class Call:
         return int(self.body.get("n") or 1)
 
     def asked_model(self, served: str) -> str | None:
-        """The model's name as the client gave it. None: as it is `served`, or it gave none."""
+        """The model's name as the client gave it, less what exceeds MAX_MODEL_NAME. None: as it is
+        `served`, or it gave none."""
         asked = self.body.get("model")
-        return str(asked) if asked and asked != served else None
+        return str(asked)[:MAX_MODEL_NAME] if asked and asked != served else None
 
     @property
     def own_messages(self) -> list[Json]:

@@ -13,6 +13,8 @@ from tracegrad_trainer.utils.candidate_name import policy_name
 
 TURN_NOT_SELECTED = "turn_not_selected"
 _UNKNOWN = TurnScope(None)
+# Agents choose these names: a line has a few of them, the beginning of each, as Python writes it.
+_MOST_NAMES, _MOST_CHARACTERS = 5, 60
 
 
 class UnmatchedPattern(NamedTuple):
@@ -22,9 +24,15 @@ class UnmatchedPattern(NamedTuple):
     pattern: str
     found: list[str]
 
+    @property
+    def name(self) -> str:
+        return f"{self.setting} = {self.pattern!r}"
+
     def __str__(self) -> str:
-        there = ", ".join(self.found) or "none"
-        return f"{self.setting} = {self.pattern!r} fits no turn; there are: {there}"
+        there = ", ".join(map(_quoted, self.found[:_MOST_NAMES])) or "none"
+        if len(self.found) > _MOST_NAMES:
+            there += f" and {len(self.found) - _MOST_NAMES} more"
+        return f"{self.name} fits no turn; there are: {there}"
 
 
 def is_selected(turn: Turn, settings: BatchSettings, scopes: Mapping[str, TurnScope]) -> bool:
@@ -58,23 +66,40 @@ def unmatched_patterns(
     ]
 
 
+def selection_patterns(settings: BatchSettings) -> dict[str, Sequence[str]]:
+    """By the name of the setting, of those that are set."""
+    every = {
+        "batches.agents": settings.agents,
+        "batches.models": settings.models,
+        "batches.span_paths": settings.span_paths,
+    }
+    return {setting: patterns for setting, patterns in every.items() if patterns}
+
+
 def _asked(
     turn: Turn, settings: BatchSettings, scopes: Mapping[str, TurnScope]
 ) -> list[tuple[str, Sequence[str], Sequence[str]]]:
     """Settings that are set, their patterns, and what the turn has of it."""
     scope = scopes.get(turn.turn_id, _UNKNOWN)
-    asked = (
-        ("batches.agents", settings.agents, [scope.agent] if scope.agent else []),
-        ("batches.models", settings.models, _model_names(turn)),
-        ("batches.span_paths", settings.span_paths, scope.span_paths),
-    )
-    return [each for each in asked if each[1]]
+    names: dict[str, Sequence[str]] = {
+        "batches.agents": [scope.agent] if scope.agent else [],
+        "batches.models": _model_names(turn),
+        "batches.span_paths": scope.span_paths,
+    }
+    patterns = selection_patterns(settings)
+    return [(setting, patterns[setting], names[setting]) for setting in patterns]
 
 
 def _model_names(turn: Turn) -> list[str]:
     """As it was asked for, as it is served, and as the policy is, of which that is a candidate."""
     asked = [] if turn.asked_model is None else [turn.asked_model]
     return [*asked, turn.model, policy_name(turn.model)]
+
+
+def _quoted(name: str) -> str:
+    if len(name) > _MOST_CHARACTERS:
+        name = f"{name[: _MOST_CHARACTERS - 1]}…"
+    return repr(name)
 
 
 def _fits(patterns: Iterable[str], names: Iterable[str]) -> bool:

@@ -10,6 +10,7 @@ import pytest
 from support.proxy.proxy_with_engine import ProxyWithEngine, ServeProxy
 from support.proxy.servers import CONTROL, CONTROL_KEY
 from tracegrad.events import Outcome, RolloutFinished, Turn
+from tracegrad.protocol import MAX_MODEL_NAME
 from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.store import Store
 from tracegrad.store.read.steps import StepHistory
@@ -62,7 +63,8 @@ def test_turns_are_selected_by_the_name_that_their_agent_asked_for(
     assert trained(turns, "policy", "!*-model") == [None]
     settings = BatchSettings(models=("policy", CODER, "codr-model"))
     assert [str(each) for each in unmatched_patterns(turns, settings, {})] == [
-        "batches.models = 'codr-model' fits no turn; there are: coder-model, planner-model, policy"
+        "batches.models = 'codr-model' fits no turn; there are:"
+        " 'coder-model', 'planner-model', 'policy'"
     ]
 
 
@@ -105,6 +107,15 @@ def test_every_dialect_has_it_and_a_call_that_is_read_again_too(
     again = call_of(turn)
     assert again is not None
     assert again.body["model"] == CODER
+
+
+def test_of_a_long_name_the_beginning_is_kept(
+    rig: ProxyWithEngine, serve_proxy: ServeProxy
+) -> None:
+    with serve_proxy(model="policy") as http:
+        ask(http, "x" * 100_000)
+    [turn] = rig.turns()
+    assert turn.asked_model == "x" * MAX_MODEL_NAME
 
 
 def test_a_call_without_a_model_asks_for_none(

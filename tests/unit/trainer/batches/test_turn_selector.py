@@ -125,10 +125,20 @@ def test_a_pattern_that_fits_nothing_is_named_with_what_there_is() -> None:
     settings = BatchSettings(agents=("plannner", "writer*", "!judge"), models=("m",))
     found = unmatched_patterns([PLAN, WRITE, REVISE], settings, SCOPES)
     assert [str(each) for each in found] == [
-        "batches.agents = 'plannner' fits no turn; there are: planner, writer, writer-2",
-        "batches.agents = '!judge' fits no turn; there are: planner, writer, writer-2",
+        "batches.agents = 'plannner' fits no turn; there are: 'planner', 'writer', 'writer-2'",
+        "batches.agents = '!judge' fits no turn; there are: 'planner', 'writer', 'writer-2'",
     ]
     assert unmatched_patterns([], settings, {}) == []
+
+
+def test_of_names_that_agents_choose_a_line_has_a_few_and_none_as_it_is() -> None:
+    names = ["b\nERROR \x1b[31m", "c" * 500, *(f"d{number}" for number in range(7))]
+    turns = [turn(name, [1], [2], model="m", asked_model=name) for name in names]
+    [found] = unmatched_patterns(turns, BatchSettings(models=("a",)), {})
+    assert str(found) == (
+        "batches.models = 'a' fits no turn; there are: 'b\\nERROR \\x1b[31m',"
+        f" '{'c' * 59}…', 'd0', 'd1', 'd2' and 5 more"
+    )
 
 
 @pytest.mark.parametrize("setting", ["agents", "models", "span_paths"])

@@ -291,7 +291,7 @@ def test_one_agent_of_several_is_trained_and_a_name_that_nobody_has_is_said(
     console = Console(file=sys.stdout, width=200, color_system=None)
     dry_run.show_dry_run(chosen, console, False)
     printed = capsys.readouterr().out
-    assert "batches.agents = 'judge' fits no turn; there are: planner, writer" in printed
+    assert "batches.agents = 'judge' fits no turn; there are: 'planner', 'writer'" in printed
     assert "4 turn_not_selected" in printed
     train(chosen, 1)
     with Store.open(settings.proxy.store) as store:
