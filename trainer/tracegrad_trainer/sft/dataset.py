@@ -8,7 +8,7 @@ and reinforcement learning may still use those that were imitated here.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ from tracegrad.store.types import HELD_OUT
 from tracegrad.transfer.chat_conversations import NO_TOKENS
 from tracegrad.turn_scopes import TurnScope, turn_scopes
 from tracegrad_trainer.batches.filters import SAMPLING_REASONS, apply_predicate
-from tracegrad_trainer.sft.tokenize import ReplyTokenizer, tokenize_replies
+from tracegrad_trainer.sft.tokenize import ReplyTokenizer, source_turn_id, tokenize_replies
 
 _CUT_SHORT = frozenset({"length", "abort", "content_filter"})
 
@@ -98,7 +98,7 @@ def choose_examples(
                 if why := apply_predicate(mask, turn, copy):  # type: ignore[arg-type]
                     masked[turn.turn_id] = why
         turns = list(_turns(copy, made, masked, reasons))
-        scopes |= turn_scopes(copy.turns, copy.spans, copy.agent)
+        scopes |= _scopes(copy, turns)
         group = copy.task_id or copy.rollout_id
         tasks.setdefault(group, ExampleGroup(group, [])).rollouts.append(
             Example(rollout_id=copy.rollout_id, reward=copy.reward or 0.0, turns=turns)
@@ -132,7 +132,14 @@ def _turns(
         said, left_out = tokenize_replies(copy.turns, writer)
         reasons.update({f"turns: {reason}": count for reason, count in left_out.items()})
         for turn in said:
-            yield _demonstrated(turn, masked.get(turn.turn_id.partition("/")[0]))
+            yield _demonstrated(turn, masked.get(source_turn_id(turn.turn_id)))
+
+
+def _scopes(copy: RolloutRecord, turns: Sequence[Turn]) -> dict[str, TurnScope]:
+    """By the ids of `turns`; one that was made of a text has that one's."""
+    stored = turn_scopes(copy.turns, copy.spans, copy.agent)
+    names = (turn.turn_id for turn in turns)
+    return {name: stored.get(name) or stored[source_turn_id(name)] for name in names}
 
 
 def _is_text(turn: Turn) -> bool:

@@ -84,7 +84,7 @@ class SftReport:
 
 
 def data_counts(data: SftData) -> Json:
-    """How much is learnt and measured, and what is left out for which reason."""
+    """How much is learnt and measured, what is left out and why, and which patterns fit nothing."""
 
     def tokens(units: Any) -> dict[str, int]:
         return {
@@ -101,6 +101,7 @@ def data_counts(data: SftData) -> Json:
         "learnt": tokens(data.train),
         "held_out": tokens(data.held_out),
         "left_out": dict(data.reasons.most_common()),
+        "unmatched": list(map(str, data.unmatched)),
     }
 
 
@@ -119,6 +120,7 @@ def _data(record: Mapping[str, Any]) -> str:
         f"  held out  {_amount(held_out)}",
     ]
     lines += [f"  left out  {what}: {count}" for what, count in record["left_out"].items()]
+    lines += record["unmatched"]
     return "\n".join(lines)
 
 

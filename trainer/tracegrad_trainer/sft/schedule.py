@@ -18,6 +18,7 @@ from tracegrad_trainer.batches import (
     select,
     unit_advantages,
 )
+from tracegrad_trainer.batches.turn_selector import UnmatchedPattern, unmatched_patterns
 from tracegrad_trainer.sft.config import SftSettings
 from tracegrad_trainer.sft.dataset import ChosenExamples
 
@@ -40,7 +41,8 @@ class TrainingUnit:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SftData:
-    """`reasons` count what is neither learnt nor measured: "turns: over_long"."""
+    """`reasons` count what is neither learnt nor measured: "turns: over_long". `unmatched`: what
+    selects turns, and fits none of those that were chosen."""
 
     train: list[TrainingUnit]
     held_out: list[TrainingUnit]
@@ -49,6 +51,7 @@ class SftData:
     turns: int  # that are learnt or measured
     pairs: int
     reasons: Counter[str]
+    unmatched: list[UnmatchedPattern]
 
 
 def build_data(
@@ -62,8 +65,10 @@ def build_data(
     selection = _selected(chosen, settings, vocabulary)
     reasons = chosen.reasons + Counter(f"turns: {why}" for why in selection.skipped.values())
     units = _units(selection.rows, settings)
+    unmatched = _unmatched(chosen, settings)
     if not units:
-        raise ValueError(_nothing(chosen, settings, reasons))
+        said = [_nothing(chosen, settings, reasons), *map(str, unmatched)]
+        raise ValueError("; ".join(said))
     learnt, held_out = split_held_out(units, settings.held_out, settings.trainer.seed)
     return SftData(
         train=learnt,
@@ -73,7 +78,13 @@ def build_data(
         turns=len(selection.trained),
         pairs=len({row.pair for row in selection.rows} - {-1}),
         reasons=reasons,
+        unmatched=unmatched,
     )
+
+
+def _unmatched(chosen: ChosenExamples, settings: SftSettings) -> list[UnmatchedPattern]:
+    turns = [turn for task in chosen.groups for one in task.rollouts for turn in one.turns]
+    return unmatched_patterns(turns, settings.trainer.batches, chosen.scopes)
 
 
 def _selected(

@@ -107,6 +107,11 @@ def tokenize_replies(
     return made, left_out
 
 
+def source_turn_id(turn_id: str) -> str:
+    """Of a turn that `tokenize_replies` made: the one whose text it is."""
+    return turn_id.rpartition("/")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class _Conversation:
     messages: list[Json]  # as the template gets them
@@ -178,7 +183,7 @@ def _turn(
     turn: Turn, place: int, parent: Turn | None, prompt: array[int], reply: array[int]
 ) -> Turn:
     return Turn(
-        turn_id=f"{turn.turn_id}/{place}",
+        turn_id=f"{turn.turn_id}/{place}",  # as `source_turn_id` takes it apart
         rollout_id=turn.rollout_id,
         parent_id=parent.turn_id if parent else None,
         dialect=turn.dialect,
@@ -189,6 +194,8 @@ def _turn(
         policy_versions=((-1, len(reply)),),
         sampling={"source": "demonstration"},
         finish_reason=turn.finish_reason,
+        agent_name=turn.agent_name,
+        asked_model=turn.asked_model,
         created_at=turn.created_at,
     )
 
