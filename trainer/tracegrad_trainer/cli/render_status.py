@@ -30,6 +30,7 @@ _NOT_RESAMPLED = {
     "tools": "with tools, which need their world",
     "media": "with media, whose tokens are not known",
     "held_out": "held out",
+    "turn_not_selected": "of agents or models that are not trained",
 }
 MOST_FAILURES = 5  # lines of errors of scorers
 # In full in the trainer's log: see `StepResult.mismatch`.

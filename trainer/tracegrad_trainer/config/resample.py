@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.config.data import DataSettings
 
 # Rollouts that are made here carry it, so that training, scorers and people tell them apart; the
@@ -47,9 +48,9 @@ class ResampleSettings(BaseModel):
         return tags
 
 
-def check_resampling(data: DataSettings, *, judged: bool, waits: bool) -> None:
+def check_resampling(data: DataSettings, batches: BatchSettings, *, judged: bool) -> None:
     """Whether what is sampled again is trained, and alone. `judged`: somebody rewards rollouts that
-    nobody sees. `waits`: batches.stale bounds what is opened. Raises ValueError."""
+    nobody sees. Raises ValueError."""
     if data.tags.get(RESAMPLED) != "true":
         raise ValueError(
             "resample.prompts: live rollouts have no group, and would be leased beside those that"
@@ -60,7 +61,13 @@ def check_resampling(data: DataSettings, *, judged: bool, waits: bool) -> None:
             "resample.prompts: people see the live reply, and nobody rewards those that are sampled"
             " again: set rewards.judge, rewards.functions or rewards.commands"
         )
-    if not (waits or data.synchronous or data.in_flight is not None):
+    if batches.span_paths:
+        raise ValueError(
+            "batches.span_paths: prompts that are sampled again (resample.prompts = 'live') lie in"
+            " no span, so that span paths do not tell them apart: leave it out, and name agents in"
+            " batches.agents"
+        )
+    if not (batches.stale == "wait" or data.synchronous or data.in_flight is not None):
         raise ValueError(
             "resample.prompts: nothing bounds how many rollouts are opened: set data.in_flight, or"
             " batches.stale = 'wait'"

@@ -319,7 +319,7 @@ class TrainerSettings(FileSettings):
         if self.resample.prompts == "none":
             return self
         judged = self.rewards.composes or self.objective.judge is not None
-        check_resampling(self.data, judged=judged, waits=self.batches.stale == "wait")
+        check_resampling(self.data, self.batches, judged=judged)
         return self
 
     @model_validator(mode="after")

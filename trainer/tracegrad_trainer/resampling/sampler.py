@@ -17,11 +17,10 @@ from tracegrad.intake_client import intake
 from tracegrad.protocol import AGENT_HEADER, agent_header
 from tracegrad.store import StoreUnavailable
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED
-from tracegrad_trainer.resampling.live_prompts import LivePrompt, LivePrompts
+from tracegrad_trainer.resampling.live_prompts import AGENT, LivePrompt, LivePrompts
 
 logger = logging.getLogger(__name__)
 
-AGENT = "resample"
 _LOOK_EVERY_S = 1.0
 _AFTER_FAILURE_S = 2.0
 
@@ -111,4 +110,8 @@ class PromptSampler:
 
     def said(self) -> dict[str, object]:
         """For `trainer status`."""
-        return asdict(self.totals) | {"unusable": dict(self.prompts.unusable)}
+        unmatched = self.prompts.patterns.unmatched
+        return asdict(self.totals) | {
+            "unusable": dict(self.prompts.unusable),
+            "unmatched": unmatched,
+        }

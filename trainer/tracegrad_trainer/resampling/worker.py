@@ -18,6 +18,7 @@ import httpx
 from tracegrad.store import Store, StoreError
 from tracegrad.transport import ProxyRefused
 from tracegrad.urls import unmasked
+from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.resample import ResampleSettings
 from tracegrad_trainer.launch.run_state import RunState, read_state
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
@@ -60,11 +61,14 @@ async def work(sampler: PromptSampler, state: RunState, stop: asyncio.Event) -> 
 
 async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
     promotion = resolved["promotion"]
+    # Of the batches' settings no more: a predicate of the user's is the ranks' to import.
+    selection = {name: resolved["batches"][name] for name in ("agents", "models")}
     with Store.open(unmasked(resolved["proxy"]["store"])) as store:
         prompts = LivePrompts(
             store,
             ResampleSettings.model_validate(resolved["resample"]),
             held_out=promotion["tags"] if promotion["gate"] == "held_out" else None,
+            selection=BatchSettings.model_validate(selection),
         )
         async with httpx.AsyncClient(timeout=None) as client:
             state = RunState(Path(resolved["state_dir"]), NAME)

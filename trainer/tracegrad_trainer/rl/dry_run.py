@@ -127,7 +127,9 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
     )
     failed, rolled_back = store.failed_versions(), store.rolled_back_versions()
     scopes = turn_scopes_of(peek.groups, store, batches)
-    live, not_resampled = _live_prompts(settings, store)
+    live, not_resampled, unmatched = _live_prompts(settings, store)
+    ready = unmatched_patterns(turns_of(peek.groups), batches, scopes)
+    unmatched |= {each.name: str(each) for each in ready}
     judge_groups, not_judged = _judge_groups(settings, store)
 
     def choose(groups: Sequence[Group]) -> TrainingSelection:
@@ -185,18 +187,20 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         judge_groups=judge_groups,
         not_judged=not_judged,
         uses=_uses(groups, judge_groups, live),
-        unmatched=list(map(str, unmatched_patterns(turns_of(peek.groups), batches, scopes))),
+        unmatched=list(unmatched.values()),
     )
 
 
 def _live_prompts(
     settings: TrainerSettings, store: Store
-) -> tuple[list[str] | None, dict[str, int]]:
+) -> tuple[list[str] | None, dict[str, int], dict[str, str]]:
+    """Rollouts, why others are not, and patterns that fit none of them (`PatternWatch`)."""
     if settings.resample.prompts == "none":
-        return None, {}
+        return None, {}, {}
     held_out = settings.promotion.held_out
-    found, reasons = LivePrompts(store, settings.resample, held_out).usable()
-    return found, dict(reasons)
+    prompts = LivePrompts(store, settings.resample, held_out, settings.batches)
+    found, reasons = prompts.usable()
+    return found, dict(reasons), prompts.patterns.unmatched
 
 
 def _judge_groups(settings: TrainerSettings, store: Store) -> tuple[list[JudgeGroup] | None, int]:

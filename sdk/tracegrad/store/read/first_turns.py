@@ -19,6 +19,7 @@ class FirstTurn:
     turn_id: str
     opened_at: float
     held_out: bool  # it is marked so
+    agent_name: str | None  # as of `Turn`
 
 
 def newest_first_turns(
@@ -44,7 +45,13 @@ def newest_first_turns(
         .scalar_subquery()
     )
     query = (
-        select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, is_held_out())
+        select(
+            Rollouts.rollout_id,
+            Turns.turn_id,
+            Rollouts.opened_at,
+            is_held_out(),
+            Turns.agent_name,
+        )
         .join(Turns, Turns.seq == first)
         .where(
             Rollouts.opened_at >= since,
@@ -58,8 +65,8 @@ def newest_first_turns(
         .limit(limit)
     )
     return [
-        FirstTurn(rollout_id, turn_id, opened_at, bool(held_out))
-        for rollout_id, turn_id, opened_at, held_out in connection.execute(query).tuples()
+        FirstTurn(rollout_id, turn_id, opened_at, bool(held_out), agent)
+        for rollout_id, turn_id, opened_at, held_out, agent in connection.execute(query).tuples()
     ]
 
 
@@ -76,11 +83,12 @@ def first_turns_of(
         .scalar_subquery()
     )
     mark = is_held_out(held_out).label("held_out")
-    query = select(Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, mark).join(
-        Turns, Turns.seq == first
-    )
+    columns = (Rollouts.rollout_id, Turns.turn_id, Rollouts.opened_at, mark, Turns.agent_name)
+    query = select(*columns).join(Turns, Turns.seq == first)
     rows = rows_of_keys(connection, query, Rollouts.rollout_id, rollout_ids)
     return {
-        row.rollout_id: FirstTurn(row.rollout_id, row.turn_id, row.opened_at, bool(row.held_out))
+        row.rollout_id: FirstTurn(
+            row.rollout_id, row.turn_id, row.opened_at, bool(row.held_out), row.agent_name
+        )
         for row in rows
     }

@@ -20,6 +20,14 @@ SCORED = {"commands": {"coin": "true"}}
         ({"data": {"in_flight": 64}, "rewards": SCORED}, r"set data.tags = \{resampled = "),
         ({"data": {"tags": OURS, "in_flight": 64}}, "nobody rewards those that are sampled again"),
         ({"data": {"tags": OURS}, "rewards": SCORED}, "set data.in_flight, or batches.stale"),
+        (
+            {
+                "data": {"tags": OURS, "in_flight": 128},
+                "rewards": SCORED,
+                "batches": {"span_paths": ["*/writer"]},
+            },
+            r"batches.span_paths: prompts that are sampled again .* name agents in batches.agents",
+        ),
     ],
 )
 def test_what_is_missing_is_named(tables: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,13 @@ def proxy(tmp_path: Path) -> Iterator[ProxyWithEngine]:
 def start(tmp_path: Path, proxy: ProxyWithEngine) -> Iterator[StartWorker]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def worker(**changes: Any) -> subprocess.Popen[bytes]:
+    def worker(agents: Sequence[str] = (), **changes: Any) -> subprocess.Popen[bytes]:
         resolved = {
             "state_dir": str(tmp_path),
             "proxy": {"store": f"sqlite:///{tmp_path}/store.db"},
             "promotion": {"gate": "none", "tags": {}},
             "resample": {"prompts": "live", **changes},
+            "batches": {"agents": agents, "models": []},
         }
         file = tmp_path / "settings.json"
         file.write_text(json.dumps(resolved))
@@ -147,6 +148,26 @@ def test_without_a_trainer_nothing_is_opened(
     want(proxy, groups=1)
     eventually(lambda: len(resampled(proxy).get("live", [])) == 3, WITHIN_S)
     assert len({row.task_id for row in resampled(proxy)["live"]}) == 1
+
+
+def test_only_prompts_of_agents_that_are_trained_and_by_their_names(
+    proxy: ProxyWithEngine, start: StartWorker, tmp_path: Path
+) -> None:
+    """As the ledger's rollouts have them: the new ones have no spans, and an agent of their own."""
+    want(proxy, groups=2)
+    ask(proxy, "reviewed", "one", **{"x-tracegrad-agent": "reviewer"})
+    ask(proxy, "coded", "two", **{"x-tracegrad-agent": "coder"})
+    start(agents=["coder"])
+    eventually(lambda: len(resampled(proxy).get("coded", [])) == 3, WITHIN_S)
+
+    def counted() -> bool:
+        state = read_state(tmp_path, "resampling") or {}
+        return state.get("unusable") == {"turn_not_selected": 1}
+
+    eventually(counted, WITHIN_S)
+    assert resampled(proxy).keys() == {"coded"}
+    names = [row.rollout_id for row in resampled(proxy)["coded"]]
+    assert {scope.agent for scope in proxy.store.turn_scopes(names).values()} == {"coder"}
 
 
 def test_failed_calls_are_counted_and_the_next_prompt_comes(
