@@ -53,6 +53,8 @@ def render_plan(plan: StepPlan) -> RenderableType:
     parts.append(Text(f"rollouts are weighed by objective.advantage = '{plan.rule}'", style="dim"))
     parts += [Text(line, style="dim") for line in _inferred(plan)]
     parts += [Text(line, style="yellow") for line in plan.unmatched]
+    if plan.given_back:
+        parts.append(Text("what is ready would be given back, and not be used up", style="yellow"))
     if plan.trained and plan.share < 1:
         parts.append(Text(_share(plan), style="yellow"))
     if plan.groups:

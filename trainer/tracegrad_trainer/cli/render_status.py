@@ -160,6 +160,8 @@ def _overview(status: RunStatus) -> PlainTable:
     if status.waiting_for is not None:
         running = status.stage != "stopped"
         shown.add_row("waiting" if running else "next batch", status.waiting_for)
+    for line in status.unmatched:
+        shown.add_row("selection", line)
     if status.placement is not None:
         shown.add_row("placement", status.placement.removeprefix("placement: "))
     for name, part in status.parts.items():

@@ -32,6 +32,7 @@ from tracegrad.proxy.config import unguarded_host
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
 from tracegrad.urls import STORE_VARIABLE
+from tracegrad_trainer.cli.pattern_notice import PatternNotice
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
@@ -78,7 +79,7 @@ from tracegrad_trainer.rl.preflight import (
     describe_lora_push,
     describe_precision,
 )
-from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
+from tracegrad_trainer.rl.wait_reason import BatchNeeds, WaitReason, wait_reason
 from tracegrad_trainer.utils.console import print_error
 from tracegrad_trainer.utils.subprocesses import ChildError, ChildProcess, is_responding
 
@@ -277,14 +278,17 @@ class ServeStack:
 
         needs = BatchNeeds.of(self.settings.stored(), self.settings.url)
         ours, store = run_id(self.settings.state_dir), self.store
-        notice = WaitNotice(
-            self.settings.state_dir,
-            lambda: wait_reason(store, needs, ours),
-            self.say,
-        )
+
+        def reason() -> WaitReason:
+            state = read_state(self.settings.state_dir, "ranks") or {}
+            return wait_reason(store, needs, ours, given_back=state.get("given_back"))
+
+        notice = WaitNotice(self.settings.state_dir, reason, self.say)
+        patterns = PatternNotice(self.settings.state_dir, partial(self.say, level=logging.WARNING))
 
         def check() -> None:
             supervisor.tick()
+            patterns.tick()
             notice.tick()
 
         StepFeed(self.store).show_until_end(

@@ -17,6 +17,7 @@ from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import total_removed
 from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad.store.read.scorings import scoring_failures
+from tracegrad_trainer.cli.pattern_notice import unmatched_patterns_of
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import read_state, run_id
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
@@ -41,6 +42,7 @@ class RunStatus:
     refused: Json | None  # the newest decision, if it was: kind, by, reason, created_at, why
     held: str | None  # why nothing is leased, while it runs: a pause, or the promotion gate
     waiting_for: str | None  # why nothing trains; None: something does, or nothing is known
+    unmatched: list[str]  # patterns of batches that no turn has fitted so far, a line each
     url: str | None
     placement: str | None  # of `trainer serve`: who is on which GPUs
     parts: dict[str, Json]  # of those that were started again: restarts, up, last_end, last_end_at
@@ -115,9 +117,17 @@ def collect_status(
         paused=None if pause is None else _pause(pause),
         refused=_refused(store),
         held=ranks.get("held") if running and doing == "held" else None,
-        waiting_for=_waiting_for(store, state_dir, resolved, url=serve.get("url"), running=running)
+        waiting_for=_waiting_for(
+            store,
+            state_dir,
+            resolved,
+            url=serve.get("url"),
+            running=running,
+            given_back=ranks.get("given_back") if running else None,
+        )
         if not running or doing == "waiting"
         else None,
+        unmatched=list(unmatched_patterns_of(state_dir).values()) if running else [],
         url=serve.get("url") if serving else None,
         placement=serve.get("placement") if serving else None,
         parts=serve.get("parts", {}) if serving else {},
@@ -178,14 +188,20 @@ def _pending(ranks: Json, committed: int) -> list[int]:
 
 
 def _waiting_for(
-    store: Store, state_dir: Path, resolved: Json, *, url: str | None, running: bool
+    store: Store,
+    state_dir: Path,
+    resolved: Json,
+    *,
+    url: str | None,
+    running: bool,
+    given_back: str | None,
 ) -> str | None:
     ours = run_id(state_dir) if (state_dir / "run" / "id").exists() else None
     try:
         needs = BatchNeeds.of(resolved, url)
     except (KeyError, TypeError, AttributeError):  # there are none, or of another version
         return None
-    return wait_reason(store, needs, ours, running=running).text
+    return wait_reason(store, needs, ours, running=running, given_back=given_back).text
 
 
 def _last_seen(last: RunRecord | None, *states: Json) -> float | None:

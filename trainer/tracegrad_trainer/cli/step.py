@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tracegrad.store import Ledger, StepRecord, Store, StoreError
+from tracegrad_trainer.cli.pattern_notice import PatternNotice
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.score import describe_totals, scoring_scope
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -164,14 +165,18 @@ def _watch(
         begins()
         show(record)
 
+    patterns = PatternNotice(settings.state_dir, say)
+
     def check() -> None:
         begins()
+        patterns.tick()
         ranks.check()
 
     ranks.start()
     try:
         StepFeed(store).show_until_end(ranks, show_next, check)
         begins()
+        patterns.tick()
     except ChildError as error:
         said = (read_state(settings.state_dir, "ranks") or {}).get("error")  # by rank 0
         refused = said is not None and not begun

@@ -10,6 +10,7 @@ import copy
 import logging
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,6 @@ from tracegrad.store.read.versions import VersionRecord
 from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.batches import PackingRule, TrainingSelection, select
 from tracegrad_trainer.batches.config import BatchSettings
-from tracegrad_trainer.batches.turn_selector import unmatched_patterns
 from tracegrad_trainer.batches.version_scale import RolledBackVersions, SkippedVersions
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step, read_manifest
@@ -53,6 +53,7 @@ from tracegrad_trainer.rl.idle_rollouts import IdleRollouts
 from tracegrad_trainer.rl.intake_report import IntakeReport, over_sample_of
 from tracegrad_trainer.rl.lease_renewal import HeldLeases
 from tracegrad_trainer.rl.reward_judge import RewardJudge
+from tracegrad_trainer.rl.selection_watch import SelectionWatch
 from tracegrad_trainer.rl.step_inputs import StepInputs
 from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
 
@@ -62,6 +63,7 @@ POLL_S = 0.2
 # Groups that are held while a batch is refilled, at most this many times those it needs: where
 # nearly every group has equal rewards, it goes on with fewer.
 MAX_REFILLS = 8
+_GIVEN_BACK = "given_back"  # turns, by the selection that has fitted nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class Coordinator:
         asks = self.supply.is_open
         self.intake = IntakeReport(settings, store, self.owner) if asks else None
         self._held: list[Group] = []
-        self._unmatched: set[tuple[str, str]] = set()  # patterns that were warned of
+        self.selection = SelectionWatch(settings.batches, looks_again=self.supply.is_open)
         self._rewards_seen = store.late_rewards().last  # by number of arrival
         _, self._scorings_seen = store.count_scorings()  # as well
 
@@ -173,27 +175,33 @@ class Coordinator:
     def next_batch(
         self, version: int, *, interrupted: Callable[[], bool] = lambda: False
     ) -> LeasedBatch | None:
-        """The next batch, or None when nothing was ready for `RolloutSupply.patience_s`, or when
-        `interrupted`.
+        """The next batch, or None when nothing was ready for `RolloutSupply.patience_s`, when
+        `interrupted`, or when a batch was given back.
 
         Groups from which nothing can be trained are consumed here, with their reasons, and cost
-        no step.
+        no step. They are given back where the selection has fitted nothing so far.
         """
         deadline = time.monotonic() + self.supply.patience_s
         while not self.stopping() and not self._alarm_of_unrewarded():
             more = self._lease()
             self._held += more
-            if more and self.intake is not None and self.settings.refills:
-                self.intake.set_useless(sum(map(has_equal_rewards, self._held)))
+            if more:
+                self._report_useless()
             if self._held and (self._full() or not (more or self.supply.is_open)):
                 batch = self._batch(version)
-                if batch is not None:
+                if batch is not None or (self.supply.is_open and self.selection.groups):
                     return batch
             elif not more:
                 if not self.supply.is_open or interrupted() or time.monotonic() > deadline:
                     return None
                 time.sleep(POLL_S)
         return None
+
+    def _report_useless(self) -> None:
+        """To drivers: groups in whose place they may open others."""
+        if self.intake is not None:
+            equal = sum(map(has_equal_rewards, self._held)) if self.settings.refills else 0
+            self.intake.set_useless(equal + self.selection.groups)
 
     def _full(self) -> bool:
         return self._missing() == 0 or len(self._held) >= MAX_REFILLS * self.settings.batches.groups
@@ -229,7 +237,7 @@ class Coordinator:
             incomplete_after_s=patience_s,
             at_least=1 if some else None,
             expert_routing=self.routing is not None,
-            held=self.leases.rollouts,
+            held={*self.leases.rollouts, *self.selection.held_back()},
             over_sample=over_sample_of(self.settings),
             composed=self.settings.rewards.composes,
             held_out=self.settings.promotion.held_out,
@@ -243,6 +251,13 @@ class Coordinator:
         self._held = self._still_ours(groups)
         if len(self._held) < len(groups):
             return None  # it is filled up again
+        scopes = turn_scopes_of(groups, self.store, self.settings.batches)
+        if self._selects_nothing(groups, scopes):
+            self._held = []
+            self._let_go(groups)
+            self.selection.set_aside(groups)
+            self._report_useless()
+            return None
         if self.drift is not None and self.drift.stops(groups):
             self._held = []
             self._alarmed = True
@@ -263,7 +278,7 @@ class Coordinator:
             rolled_back_versions=rolled_back,
             vocabulary=self.vocabulary,
             routing=self.routing,
-            scopes=self._scopes(groups),
+            scopes=scopes,
         )
         self._held = []  # only now: what cannot be selected from is released
         if selection.trained:
@@ -279,15 +294,12 @@ class Coordinator:
         self._consume(groups, selection.skipped)
         return None
 
-    def _scopes(self, groups: Sequence[Group]) -> Mapping[str, TurnScope]:
-        """What turns are selected by. Says of a pattern that fits none of them, once."""
-        batches = self.settings.batches
-        scopes = turn_scopes_of(groups, self.store, batches)
-        for each in unmatched_patterns(turns_of(groups), batches, scopes):
-            if (each.setting, each.pattern) not in self._unmatched:
-                self._unmatched.add((each.setting, each.pattern))
-                logger.warning("%s", each)
-        return scopes
+    def _selects_nothing(self, groups: Sequence[Group], scopes: Mapping[str, TurnScope]) -> bool:
+        """Whether nothing was ever selected, for want of a pattern that fits. Each pattern that
+        fits nothing is said once."""
+        for each in self.selection.look(turns_of(groups), scopes):
+            logger.warning("%s", each)
+        return self.selection.selects_nothing
 
     def _still_ours(self, groups: Sequence[Group]) -> list[Group]:
         """Without those that were lost since they were leased, all of whose rollouts are let go."""
@@ -509,8 +521,11 @@ class Coordinator:
         parts = [f"{counts.trained} trained"]
         if counts.skipped:
             parts.append(f"{sum(counts.skipped.values())} skipped ({_counted(counts.skipped)})")
-        if counts.pending:
-            parts.append(f"{sum(counts.pending.values())} waiting ({_counted(counts.pending)})")
+        pending = Counter(counts.pending)
+        pending[_GIVEN_BACK] = self.selection.turns_set_aside
+        pending["waiting"] -= pending[_GIVEN_BACK]
+        if pending := +pending:
+            parts.append(f"{pending.total()} waiting ({_counted(pending)})")
         return f"nothing more to train: of {counts.captured} turns {', '.join(parts)}"
 
 
@@ -650,8 +665,12 @@ def has_equal_rewards(group: Group) -> bool:
     return len(group.rollouts) > 1 and len({rollout.reward for rollout in group.rollouts}) == 1
 
 
-def _counted(reasons: dict[str, int]) -> str:
+def _counted(reasons: Mapping[str, int]) -> str:
     """`20 equal_reward, 10 stale`; a group that lacks rollouts is named as such."""
     ordered = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-    names = {"waiting": "in groups that lack rollouts", "no_task": "in rollouts without a task"}
+    names = {
+        "waiting": "in groups that lack rollouts",
+        "no_task": "in rollouts without a task",
+        _GIVEN_BACK: "given back, since the selection fits none",
+    }
     return ", ".join(f"{count} {names.get(reason, reason)}" for reason, count in ordered)

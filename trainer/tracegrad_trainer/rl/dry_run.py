@@ -21,6 +21,7 @@ from tracegrad.store.read.scorings import ScoringFailure, scoring_failures
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.types import InferredOpen
 from tracegrad_trainer.batches import MicroBatch, Row, TrainingSelection, pack, select, shares_rows
+from tracegrad_trainer.batches.pattern_watch import PatternWatch
 from tracegrad_trainer.batches.turn_selector import unmatched_patterns
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
@@ -103,6 +104,7 @@ class StepPlan:
     not_judged: int  # rollouts that do not say what they were asked
     uses: dict[str, list[str]]  # setting -> rollouts that it would use now
     unmatched: list[str]  # patterns of batches that fit no turn of what is ready, a line each
+    given_back: bool  # the batch, since nothing of it is selected, for want of a pattern that fits
 
     @property
     def tokens(self) -> int:
@@ -149,11 +151,13 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
 
     left, passed = list(peek.groups), Counter[str]()
     groups: list[Group] = []
-    selection = choose([])
+    selection, watch = choose([]), PatternWatch(batches)
     while left and not selection.trained:
-        passed.update(selection.skipped.values())
+        if not watch.unfitted:  # else it is given back
+            passed.update(selection.skipped.values())
         groups = _batch(left, settings)
         left = left[len(groups) :]
+        watch.look(turns_of(groups), scopes)
         selection = choose(groups)
     titles = _titles(store, groups, peek.incomplete)
     packed, budget = _packed(selection.rows, settings)
@@ -188,6 +192,7 @@ def plan_step(settings: TrainerSettings, store: Store) -> StepPlan:
         not_judged=not_judged,
         uses=_uses(groups, judge_groups, live),
         unmatched=list(unmatched.values()),
+        given_back=bool(watch.unfitted),
     )
 
 

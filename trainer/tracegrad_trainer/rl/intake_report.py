@@ -65,7 +65,7 @@ class IntakeReport:
         )
 
     def set_useless(self, groups: int) -> None:
-        """So many that are held teach nothing: others are to take their place."""
+        """So many that are held, or given back, teach nothing: others are to take their place."""
         if groups != self._wanted.useless:
             self._put(replace(self._wanted, useless=groups))
 

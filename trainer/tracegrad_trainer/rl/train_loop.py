@@ -132,7 +132,8 @@ class TrainLoop:
 
     def report_stage(self, stage: str, **fields: object) -> None:
         if self.state is not None:
-            self.state.update(stage=stage, **fields)
+            selection = {} if self.coordinator is None else self.coordinator.selection.report()
+            self.state.update(stage=stage, **selection, **fields)
 
     def resume(self) -> None:
         """From the last committed step's checkpoint, if there is one."""

@@ -74,10 +74,18 @@ class WaitReason:
 
 
 def wait_reason(
-    store: Store, needs: BatchNeeds, run_id: str | None = None, *, running: bool = True
+    store: Store,
+    needs: BatchNeeds,
+    run_id: str | None = None,
+    *,
+    running: bool = True,
+    given_back: str | None = None,
 ) -> WaitReason:
     """`run_id`: whose leases are the batch under way, and nobody else's. `running`: whether it
-    runs; if not, they are what a killed one has left. Raises StoreError."""
+    runs; if not, they are what a killed one has left. `given_back`: as the ranks explain it, where
+    they have given batches back. Raises StoreError."""
+    if given_back is not None:
+        return WaitReason("given_back", given_back)
     found = Ledger(store).readiness(
         group_size=needs.group_size,
         tags=needs.tags,

@@ -60,7 +60,8 @@ class IntakeCounts:
         `begun` of them, are left out of their groups already, and had a call or a place.
     waiting: ended, and neither leased nor trained.
     leased: in the batch that is gathered, or in the step under way.
-    useless: groups of these that the batch is not made of, since their rewards do not differ.
+    useless: groups of these that the batch is not made of, since their rewards do not differ, or
+        nothing of them is selected.
     groups: that `open` and `waiting` ones are enough for.
     """
 

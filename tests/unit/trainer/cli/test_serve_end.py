@@ -1,4 +1,4 @@
-"""How `trainer serve` says that it has nothing to do, and why it ended."""
+"""How `trainer serve` says that it has nothing to do, what is not selected, and why it ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -68,7 +68,9 @@ def test_a_run_that_has_reached_max_steps_says_so_and_starts_nothing(
 
 
 class Ranks(ChildProcess):
-    """Ranks that commit a step and end, or do something else."""
+    """Ranks that commit a step and end, or do something else. `said`: in their state."""
+
+    said: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, settings: TrainerSettings, program: str) -> None:
         command = [sys.executable, "-c", program]
@@ -78,7 +80,7 @@ class Ranks(ChildProcess):
     def start(self) -> None:
         with Store.open(self.settings.proxy.store) as store:
             commit(store, 8)
-        RunState(self.settings.state_dir, "ranks").update(stage="waiting")
+        RunState(self.settings.state_dir, "ranks").update(stage="waiting", **self.said)
         super().start()
 
 
@@ -134,3 +136,38 @@ def test_each_end_is_said_and_kept(
     assert lines[-1].startswith(words)
     assert run.at_step == (7 if isinstance(then, BaseException) else 8)
     assert run.ended_at is not None
+
+
+class Screen(io.StringIO):
+    """Makes a file when all of some lines are on it."""
+
+    def __init__(self, file: Path, *lines: str) -> None:
+        super().__init__()
+        self.file, self.lines = file, lines
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if all(f"{line}\n" in self.getvalue() for line in self.lines):
+            self.file.touch()
+        return written
+
+
+def test_a_pattern_that_fits_nothing_is_on_the_screen_and_so_is_what_it_keeps_waiting(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings.logs.mkdir(parents=True)
+    name = "batches.agents = 'writter'"
+    line, back = f"{name} fits no turn; there are: 'writer'", "2 rollouts are given back: …"
+    monkeypatch.setattr(Ranks, "said", {"unmatched": {name: line}, "given_back": back})
+    seen = tmp_path / "seen"
+    until_it_is_seen = (
+        "import pathlib, time\n"
+        "end = time.monotonic() + 60\n"
+        f"while not pathlib.Path({str(seen)!r}).exists() and time.monotonic() < end:\n"
+        "    time.sleep(0.05)"
+    )
+    started(monkeypatch, settings, until_it_is_seen)
+    screen = Screen(seen, line, f"waiting: {back}")
+    assert serve(settings.model_copy(update={"max_steps": 9}), Console(file=screen)) == 0
+    assert seen.exists(), screen.getvalue()
+    assert screen.getvalue().count(line) == 1

@@ -315,6 +315,15 @@ def test_what_runs_says_where_it_began_and_what_it_waits_for(store: Store, tmp_p
     evaluator.update(stage="evaluating", version=7, passes=4, failed=1, error="exit code 3")
     text = printed(collect_status(store, tmp_path, resolved=resolved), 120)
     assert "run against version 7; 4 runs of the tasks; 1 failed: exit code 3" in text
+    name, back = "batches.agents = 'writter'", "2 rollouts are given back: nothing fits"
+    ranks.update(unmatched={name: f"{name} fits no turn; there are: 'writer'"}, given_back=back)
+    found = collect_status(store, tmp_path, resolved=resolved)
+    assert (found.waiting_for, found.as_json()["unmatched"]) == (
+        back,
+        ["batches.agents = 'writter' fits no turn; there are: 'writer'"],
+    )
+    assert re.search(r"selection +batches.agents = 'writter' fits no turn", printed(found, 120))
+    ranks.update(given_back=None)
     ranks.update(stage="training")
     assert collect_status(store, tmp_path, resolved=resolved).waiting_for is None
     assert collect_status(store, tmp_path, resolved={"batches": {}}).waiting_for is None

@@ -111,6 +111,22 @@ def test_what_is_left_is_trained_and_then_there_is_nothing(
     assert "0 steps taken, now at step 3; nothing more to train" in nothing.stdout
 
 
+def test_a_selection_that_fits_nothing_is_named_and_spends_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    turns = fill(f"sqlite:///{tmp_path}/store.db", groups=2)
+    done = trainer("step", *options(model, tmp_path, batches__models='["polcy"]'))
+    assert done.returncode == 3
+    said = " ".join(done.stdout.split())
+    assert "batches.models = 'polcy' fits no turn; there are: 'policy'" in said
+    assert f"0 trained, {len(turns)} waiting ({len(turns)} given back, since the sel" in said
+    done = trainer("step", *options(model, tmp_path, batches__models='["policy", "coder"]'))
+    assert done.returncode == 0
+    assert "batches.models = 'coder' fits no turn" in done.stdout
+    [step] = steps_of(f"sqlite:///{tmp_path}/store.db")
+    assert step.metrics["turns_trained"] == len(turns)
+
+
 def test_export_writes_what_transformers_loads(run: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     done = trainer(

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -300,6 +301,20 @@ def test_one_agent_of_several_is_trained_and_a_name_that_nobody_has_is_said(
     assert step.metrics["turns_trained"] == 2
     reasons = Counter(turn.skip_reason for each in kept for turn in each.values())
     assert reasons == {None: 2, "turn_not_selected": 4}
+
+
+def test_what_a_selection_that_fits_nothing_would_not_use_up(settings: TrainerSettings) -> None:
+    with Store.open(settings.proxy.store) as store:
+        fill(store, 5)
+    batches = settings.batches.model_copy(update={"models": ("large",)})
+    chosen = settings.model_copy(update={"batches": batches})
+    plan = planned(chosen)
+    assert (plan.trained, plan.given_back, plan.passed) == (0, True, {})
+    assert plan.skipped == {"turn_not_selected": 6}, "of the last batch that was looked at"
+    file = StringIO()
+    dry_run.show_dry_run(chosen, Console(file=file, width=200, color_system=None), False)
+    assert "what is ready would be given back, and not be used up" in file.getvalue()
+    assert not planned(settings).given_back
 
 
 KNOWN = ("given", "observed", "unknown")

@@ -107,6 +107,14 @@ def test_what_holds_a_batch_back_is_named(
     assert found.text.startswith(words)
 
 
+def test_what_the_ranks_have_given_back_is_not_taken_for_ready(store: Store) -> None:
+    store.append(rollouts(2, 4))
+    assert wait_reason(store, needs()).kind == "ready"
+    back = "8 rollouts are given back: nothing fits batches.agents so far"
+    found = wait_reason(store, needs(), given_back=back)
+    assert (found.kind, found.text) == ("given_back", back)
+
+
 def idle_calls(*ages: float) -> list[Event]:
     now = time.time()
     return [make_turn(f"t{n}", f"r{n}", created_at=now - age) for n, age in enumerate(ages)]
