@@ -205,7 +205,8 @@ UNTRAINED_TEXTS = {
     "turn_not_selected": ReasonText(
         "Its agent, model or span is not among those that are trained.",
         "Nothing, if another agent is to learn; else batches.agents, batches.models and "
-        "batches.span_paths say which are trained.",
+        "batches.span_paths say which are trained. A span that came after its rollout was leased "
+        "says nothing of it: flush it before the rollout ends, or name the agent with the call.",
     ),
     "equal_reward": ReasonText(
         "All rollouts of its group had the same reward: nothing to learn from comparing them.",
