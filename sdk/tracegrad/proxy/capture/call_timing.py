@@ -19,13 +19,15 @@ class CallTiming:
     """Marks in seconds; None: not reached. `streaming`: whether the engine's first token is known
     from its last. `held_s`: how long of the engine's time weights were being pushed. `recorded`:
     the call's stages and its commit, once its turns are in the store. `broken`: a stream that had
-    begun ended in an error."""
+    begun ended in an error. `died_at`: an engine ended in the middle of its stream, and the next
+    one has said nothing yet; `without_engine_s`: how long that took, where it did before."""
 
     __slots__ = (
         "admitted_at",
         "arrived_at",
         "asked_at",
         "broken",
+        "died_at",
         "ended_at",
         "first_at",
         "gate_at",
@@ -33,6 +35,7 @@ class CallTiming:
         "recorded",
         "sent_at",
         "streaming",
+        "without_engine_s",
     )
 
     def __init__(self, arrived_at: float | None = None) -> None:
@@ -47,6 +50,8 @@ class CallTiming:
         self.held_s = 0.0
         self.recorded: dict[str, float] | None = None
         self.broken = False
+        self.died_at: float | None = None
+        self.without_engine_s = 0.0
 
     @property
     def first_token_s(self) -> float | None:
@@ -57,10 +62,12 @@ class CallTiming:
         """An engine died in the middle of its answer, and another one is asked: until it is, the
         call waits for an engine."""
         self.first_at = self.ended_at = None
+        self.held_s = 0.0
 
     def goes_on(self) -> None:
-        """An engine died in the middle of its stream, and another one is to say the rest."""
-        self.ended_at = None
+        """An engine died in the middle of its stream, and another one is to say the rest. What the
+        first one did stays as it was; until the next one speaks the call waits for an engine."""
+        self.died_at, self.ended_at = self.ended_at, None
 
     def entered_gate(self) -> None:
         if self.gate_at is None:
@@ -76,11 +83,15 @@ class CallTiming:
 
     def sent(self) -> None:
         """To a server; again where that one did not answer."""
-        self.sent_at = monotonic()
+        if self.died_at is None:
+            self.sent_at = monotonic()
 
     def answered(self) -> None:
         """The first bytes of an answer are here: vLLM's come with the first token."""
-        if self.streaming:
+        if self.died_at is not None:
+            self.without_engine_s += monotonic() - self.died_at
+            self.died_at = None
+        elif self.streaming:
             self.first_at = monotonic()
 
     def ended(self) -> None:
@@ -106,7 +117,17 @@ class CallTiming:
             if stage == "prefill" and not self.streaming:
                 stage = _IN_ONE_PIECE
             found[stage] = max(0.0, end - begin)  # type: ignore[operator]
+        if waited_s := self._without_engine_s(now):
+            found["queue"] += waited_s
+            found["decode"] = max(0.0, found["decode"] - waited_s)
         return found
+
+    def _without_engine_s(self, now: float) -> float:
+        """Of the time between the first token and the last: that in which no engine spoke, since
+        the one that did had died."""
+        if self.died_at is None:
+            return self.without_engine_s
+        return self.without_engine_s + (self.ended_at or now) - self.died_at
 
 
 def timing_json(stages: dict[str, float], held_s: float) -> Json:

@@ -328,7 +328,10 @@ class LlmCallEndpoint:
             return died
         ids, count = said
         log.warning("a stream goes on behind %d tokens: %s", count, died.message)
-        context.timing.goes_on()
+        if count:
+            context.timing.goes_on()
+        else:
+            context.timing.begin_again()
         admission = self._services.gate.admission(context.plan.rollout_id, streaming=True)
         again = replace(context, admission=admission, resumed=(rest, ids or None))
         stream.go_on(admission.arrival_version, count)
@@ -376,7 +379,7 @@ class LlmCallEndpoint:
                 yield
             finally:
                 timing.ended()
-                timing.held_s = gate_held_s() - before_s
+                timing.held_s += gate_held_s() - before_s
 
     def _cache_salt(self, admission: Admission) -> str | None:
         """Where weights are pushed, and the engine may keep its cache meanwhile (push.kv_cache):

@@ -81,6 +81,33 @@ def test_an_engine_that_died_in_its_answer_was_waited_for() -> None:
 
 
 @pytest.mark.usefixtures("ticking")
+def test_a_stream_that_goes_on_keeps_what_its_first_engine_did() -> None:
+    timing = CallTiming(0.0)
+    for mark in (*MARKS, "goes_on", *MARKS):
+        getattr(timing, mark)()
+    found = timing.stages(200.0)
+    assert timing.first_token_s == 16.0, "its client has it"
+    assert found == {
+        "prepare": 1.0,
+        "gate": 1.0,
+        "encode": 2.0,
+        "queue": 4.0 + 32.0,  # from the first engine's end to the second one's first words
+        "prefill": 8.0,
+        "decode": 16.0 + 64.0,
+        "finish": 200.0 - 128.0,
+    }
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_stream_that_nobody_goes_on_with_waited_until_that_was_known() -> None:
+    timing = CallTiming(0.0)
+    for mark in (*MARKS, "goes_on", "sent", "ended"):
+        getattr(timing, mark)()
+    found = timing.stages(100.0)
+    assert (found["queue"], found["decode"], found["finish"]) == (4.0 + 32.0, 16.0, 36.0)
+
+
+@pytest.mark.usefixtures("ticking")
 def test_the_attempt_that_was_answered_ends_the_queue() -> None:
     found = marked("entered_gate", "admitted", "asked", "sent", "sent", "sent", "answered", "ended")
     assert found["queue"] == 32.0 - 4.0
