@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 # Pauses between attempts double, and differ by chance: what was too much at once is not again.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+# A server that asks for longer is asked again after that.
+LONGEST_ASKED_S = 900.0
 
 
 class AttemptFailed(Exception):
-    """In one line. `final`: another attempt would fail as well; `after_s`: not before that."""
+    """In one line. `final`: another attempt would fail as well; `after_s`: nor would any other of
+    this scorer before that."""
 
     def __init__(self, line: str, *, final: bool = False, after_s: float = 0.0) -> None:
         super().__init__(line)
@@ -36,21 +42,28 @@ class Attempts(Generic[T]):
 
 @dataclass(slots=True)
 class RateLimit:
-    """So many beginnings a minute, evenly spread; None: any number."""
+    """So many beginnings a minute, evenly spread; None: any number. None at all while a server
+    wants to be left alone."""
 
     per_minute: float | None
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     _next: float = field(default=float("-inf"), init=False)
+    _closed_until: float = field(default=float("-inf"), init=False)
 
     async def wait(self) -> None:
-        if self.per_minute is None:
-            return
-        now = self.clock()
-        at = max(now, self._next)
-        self._next = at + 60 / self.per_minute
-        if at > now:
-            await self.sleep(at - now)
+        if self.per_minute is not None:
+            now = self.clock()
+            at = max(now, self._next)
+            self._next = at + 60 / self.per_minute
+            if at > now:
+                await self.sleep(at - now)
+        while (left_s := self._closed_until - self.clock()) > 0:
+            await self.sleep(left_s)
+
+    def close(self, seconds: float) -> None:
+        """Whoever asks meanwhile would be refused, and lose an attempt by it."""
+        self._closed_until = max(self._closed_until, self.clock() + seconds)
 
 
 @dataclass(slots=True)
@@ -74,9 +87,13 @@ class AttemptPolicy:
                 return Attempts(result, None, number + 1, time.monotonic() - began)
             except AttemptFailed as error:
                 failed = error
+            asked_s = min(failed.after_s, LONGEST_ASKED_S)
+            if asked_s > 0:
+                logger.warning("%s; nothing is asked of it for %.0f s", failed, asked_s)
+                self.limit.close(asked_s)
             if failed.final or number == self.retries:
                 break
-            await self.sleep(max(self.pause_s(number), min(failed.after_s, LONGEST_PAUSE_S)))
+            await self.sleep(max(self.pause_s(number), asked_s))
         return Attempts(None, str(failed), number + 1, time.monotonic() - began)
 
     def pause_s(self, number: int) -> float:

@@ -27,7 +27,7 @@ def run(policy: AttemptPolicy, *errors: AttemptFailed) -> Attempts[str]:
 
 
 def policy(clock: Clock, retries: int) -> AttemptPolicy:
-    limit = RateLimit(None)
+    limit = RateLimit(None, clock=lambda: clock.now, sleep=clock.sleep)
     return AttemptPolicy(retries, limit, asyncio.Semaphore(1), 1.0, clock.sleep)
 
 
@@ -52,11 +52,22 @@ def test_what_another_attempt_would_not_change_is_not_tried_again() -> None:
 
 def test_a_server_that_names_a_time_is_left_alone_for_it() -> None:
     clock = Clock()
-    run(policy(clock, 1), AttemptFailed("busy", after_s=20.0))
-    assert clock.slept == [20.0]
+    made = run(policy(clock, 1), AttemptFailed("busy", after_s=300.0))
+    assert (made.result, made.count, clock.slept) == ("result 1", 2, [300.0])
     clock = Clock()
     run(policy(clock, 1), AttemptFailed("busy", after_s=1e9))
-    assert clock.slept == [60.0], "but not for ever"
+    assert clock.slept == [900.0], "but not for ever"
+
+
+def test_while_a_server_wants_to_be_left_alone_no_other_attempt_is_lost_on_it() -> None:
+    clock = Clock()
+    one = policy(clock, 0)
+    assert run(one, AttemptFailed("busy", after_s=300.0)).error == "busy"
+    clock.now += 100.0
+    assert run(one).result == "result 0"
+    assert clock.slept == [200.0]
+    assert run(one).result == "result 0"
+    assert clock.slept == [200.0], "it is over"
 
 
 def test_beginnings_are_spread_over_a_minute() -> None:
