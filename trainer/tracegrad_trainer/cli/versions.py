@@ -25,8 +25,11 @@ class DecisionRefused(RuntimeError):
     """Rank 0 refused it; its own line."""
 
 
-def check_possible(history: VersionHistory, decision: Decision) -> None:
-    """Raises ValueError where what is stored says already that it cannot be."""
+def check_possible(
+    history: VersionHistory, decision: Decision, waiting: Sequence[Decision] = ()
+) -> None:
+    """Raises ValueError where what is stored says already that it cannot be. `waiting`: decisions
+    that the next trainer acts on first."""
     match decision.kind:
         case "rollback" if decision.version is None:
             history.rollback_target()
@@ -42,7 +45,7 @@ def check_possible(history: VersionHistory, decision: Decision) -> None:
                 raise ValueError(f"version: {decision.version} is not pinned")
         case "pause" if history.paused is not None:
             raise ValueError(f"training is paused already, by {_by(history.paused)}")
-        case "resume" if history.paused is None:
+        case "resume" if history.paused is None and not any(map(_pauses, waiting)):
             raise ValueError("training is not paused")
         case _:
             pass
@@ -57,7 +60,7 @@ def decide(
         ValueError: it cannot be.
         DecisionRefused: rank 0 says so.
     """
-    check_possible(store.version_history(), decision)
+    check_possible(store.version_history(), decision, store.open_decisions())
     seq = store.decide(decision)
     deadline = time.monotonic() + wait_s
     while True:
@@ -67,6 +70,10 @@ def decide(
         if found.acted_at is not None or time.monotonic() >= deadline:
             return found
         sleep(POLL_S)
+
+
+def _pauses(decision: Decision) -> bool:
+    return "pause" in (decision.kind, decision.training)
 
 
 def describe(decision: Decision) -> str:

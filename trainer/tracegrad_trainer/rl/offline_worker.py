@@ -58,6 +58,11 @@ def _how_it_ended(training: TrainLoop, taken: int, steps: int | None) -> tuple[E
         return "signal", f"{made}; stopped by a signal"
     if reached := max_steps_reached(training.settings, training.step):
         return "max_steps", f"{made}; {reached}"
+    if (held := training.leading.guard_hold()) is not None:
+        return "done", (
+            f"{made}; {held}. Training stays paused, in the next `trainer serve` too, until you let"
+            " it go on (trainer resume --why TEXT) or go back (trainer rollback)"
+        )
     if steps is not None and taken == steps:
         return "done", made
     return "done", f"{made}; {training.leading.explain_no_batch()}"

@@ -127,6 +127,22 @@ def test_a_selection_that_fits_nothing_is_named_and_spends_nothing(
     assert step.metrics["turns_trained"] == len(turns)
 
 
+def test_a_guard_that_ends_it_is_named_with_what_to_do(model: Path, tmp_path: Path) -> None:
+    """Not "nothing more to train": the pause holds the next `trainer serve`, too."""
+    url = f"sqlite:///{tmp_path}/store.db"
+    fill(url, groups=8)
+    watched = options(model, tmp_path, guards__action="pause", guards__min_entropy=1000)
+    done = trainer("step", *watched, "--steps", 3)
+    assert done.returncode == 0, done.stdout
+    last = " ".join(done.stdout.splitlines()[-1].split())
+    assert last.startswith("1 step taken, now at step 1; paused by guard:entropy: ")
+    assert "until you let it go on (trainer resume --why TEXT)" in last
+    resumed = trainer("resume", "--why", "as wished", "--wait", 0, "--state-dir", tmp_path)
+    assert resumed.returncode == 0, "it can be done at once"
+    with Store.open(url) as store:
+        assert [one.kind for one in store.open_decisions()] == ["pause", "resume"]
+
+
 def test_export_writes_what_transformers_loads(run: Path, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     done = trainer(

@@ -150,6 +150,15 @@ def test_without_a_trainer_it_is_recorded(store: Store, tmp_path: Path) -> None:
     assert "@" in decision.by
 
 
+def test_a_pause_that_nobody_has_acted_on_yet_can_be_taken_back(
+    store: Store, tmp_path: Path
+) -> None:
+    store.decide(Decision(kind="pause", by="guard:questions", reason="80% ask"))
+    done = run(tmp_path, "resume", *WHY, "--wait", "0")
+    assert done.exit_code == 0, done.stderr
+    assert [one.kind for one in store.open_decisions()] == ["pause", "resume"]
+
+
 def answer(store: Store, outcome: dict[str, Any]) -> threading.Thread:
     """Rank 0, in a thread."""
 
