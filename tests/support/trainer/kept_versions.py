@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from tracegrad.store import Decision, PolicyVersion, StepRecord, Store
 from tracegrad.store.ledger.ledger import Ledger
+from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.promotion.version_control import VersionControl
+from tracegrad_trainer.rewards.config import RewardSettings
 
 
 @dataclass
@@ -69,10 +71,13 @@ class CountingPusher:
 class ServedRun:
     """Versions 0, 1, 2, ... of steps of these numbers; the weight of a version is its number."""
 
-    def __init__(self, store: Store, tmp_path: Path, **promotion: Any) -> None:
+    def __init__(
+        self, store: Store, tmp_path: Path, rewards: RewardSettings | None = None, **promotion: Any
+    ) -> None:
         self.store = store
         self.state_dir = tmp_path / "state"
         self.promotion = PromotionSettings(**promotion)
+        self.rewards = rewards or RewardSettings()
         (tmp_path / "scratch").mkdir(parents=True, exist_ok=True)
         self.pusher = CountingPusher(tmp_path / "scratch")
         self.no_checkpoint: set[int] = set()
@@ -85,8 +90,8 @@ class ServedRun:
         settings: Any = SimpleNamespace(
             promotion=self.promotion,
             state_dir=self.state_dir,
-            data=SimpleNamespace(tags={}),
-            rewards=SimpleNamespace(composes=False),
+            data=DataSettings(),
+            rewards=self.rewards,
         )
         return VersionControl(
             settings,

@@ -64,8 +64,9 @@ class PromotionSettings(BaseModel):
     max_rollouts: int = Field(
         200,
         ge=2,
-        description="with a gate: rollouts of a version after which a verdict is"
-        " inconclusive for good, and that are gathered of a promoted one to compare with",
+        description="with a gate: rollouts of a version, with a reward, after which a verdict is"
+        " inconclusive for good, and that are gathered of a promoted one to compare with; those"
+        " that get none are replaced, until there are twice as many of both",
     )
     inconclusive: Literal["keep", "promote"] = Field(
         "keep",

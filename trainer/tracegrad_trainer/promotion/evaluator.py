@@ -21,10 +21,13 @@ from typing import Any
 
 from tracegrad.runner.task_files import TaskDefaults, load_tasks
 from tracegrad.store import Store, StoreUnavailable
+from tracegrad.store.read.held_out import VERSION_TAG
 from tracegrad.urls import unmasked
+from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.launch.run_state import RunState, read_state
 from tracegrad_trainer.promotion.gate import PromotionGate
+from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.utils.subprocesses import die_with_parent
 from tracegrad_trainer.utils.worker_process import run_worker
 
@@ -33,7 +36,6 @@ logger = logging.getLogger("tracegrad_trainer.promotion.evaluator")
 
 # Of the process, its log and its file in the folder `run`.
 NAME = "evaluator"
-VERSION_TAG = "evaluated_version"
 LOOK_EVERY_S = 1.0
 # A worker that has said nothing for so long hangs.
 SILENT_S = 30.0
@@ -178,6 +180,16 @@ async def work(evaluator: Evaluator, stop: asyncio.Event) -> None:
     await asyncio.gather(ending, running, return_exceptions=True)
 
 
+def gate_of(resolved: dict[str, Any], store: Store) -> PromotionGate:
+    """As rank 0 has it, of the resolved settings as JSON."""
+    return PromotionGate(
+        PromotionSettings.model_validate(resolved["promotion"]),
+        store,
+        data=DataSettings.model_validate(resolved["data"]),
+        rewards=RewardSettings.model_validate(resolved["rewards"]),
+    )
+
+
 async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
     settings = PromotionSettings.model_validate(resolved["promotion"])
     state_dir = Path(resolved["state_dir"])
@@ -193,7 +205,7 @@ async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
         )
 
     with Store.open(unmasked(resolved["proxy"]["store"])) as store:
-        gate = PromotionGate(settings, store)
+        gate = gate_of(resolved, store)
         evaluator = Evaluator(
             lambda: gate.gathers(store.version_history()),
             lambda version: run_command(settings, version, state_dir / "evaluations"),

@@ -89,10 +89,7 @@ class VersionControl:
         self._gate: PromotionGate | None = None
         if settings.promotion.gate != "none":
             self._gate = PromotionGate(
-                settings.promotion,
-                store,
-                tags=settings.data.tags,
-                composed=settings.rewards.composes,
+                settings.promotion, store, data=settings.data, rewards=settings.rewards
             )
         self._pusher: Returning | None = None
         self._lock = RLock()

@@ -515,7 +515,10 @@ class Coordinator:
             self.drift.let_go_on()
 
     def release_held(self) -> None:
-        """Those that were to become a batch: others may take them."""
+        """Training is held: others may take what was to become a batch."""
+        if self.crash_reward is not None:
+            # The gate may hold training until crashed held-out rollouts have their reward, too.
+            self.crash_reward.apply(self.settings.data.incomplete_after_s)
         if self._held:
             self._let_go(self._held)
             self._held = []

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from support.store.events import make_turn, rollout_events
 from support.store.intake_requests import intake_request
 from tracegrad.events import Outcome, RolloutFinished, RolloutInferred, RolloutStarted
-from tracegrad.store import Group, Ledger, RolloutFilter, Store
+from tracegrad.store import Group, Ledger, RolloutFilter, Scoring, Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.ledger.leases import OverSample
 from tracegrad.store.maintenance import examine
-from tracegrad.store.read.held_out import held_out_rollouts
+from tracegrad.store.read.held_out import VERSION_TAG, RewardWait, held_out_rollouts
 
 HELD_OUT = {"split": "held_out"}
 
@@ -150,4 +152,34 @@ def test_they_are_read_by_the_versions_that_sampled_them(store: Store) -> None:
         ("a", 1.0, frozenset({1})),
         ("b", 0.5, frozenset({2})),
         ("marked", 1.0, frozenset({2})),
+        ("unrewarded", None, frozenset({1})),
     ]
+
+
+def test_why_they_get_no_reward_is_read_with_them(store: Store) -> None:
+    none: dict[str, Any] = {"held_out": True, "version": 1, "reward": None}
+    store.append(rollout_events("early", **none, at=10))
+    store.append(rollout_events("failed", **none, at=20))
+    store.append(rollout_events("late", **none, at=40))
+    store.append(rollout_events("lost", held_out=True, version=1, outcome=Outcome.INFRA_ERROR))
+    silent = {"turns": 0, "tags": {VERSION_TAG: "1"}}
+    store.append(rollout_events("silent", **(none | silent)))
+    store.append(rollout_events("of another", **(none | silent | {"tags": {VERSION_TAG: "x"}})))
+    outcome = Scoring(
+        rollout_id="failed", scorer="s", digest="d", turns=2, round=0, state="failed",
+        attempts=1, error="e", seconds=0.0, parts=None,
+    )  # fmt: skip
+    store.record_scorings([outcome], [])
+
+    def lacking(wait: RewardWait | None) -> dict[str, str | None]:
+        with store.reading() as connection:
+            found = held_out_rollouts(connection, HELD_OUT, [1], wait=wait)
+        assert all(one.reward is None and one.versions == {1} for one in found)
+        return {one.rollout_id: one.lacks for one in found}
+
+    never = {"failed": "scoring_failed", "lost": "infra_error", "silent": "no_turns"}
+    assert lacking(None) == never | {"early": None, "late": None}
+    wait = RewardWait(no_reward_before=30)
+    assert lacking(wait) == never | {"early": "no_reward", "late": None}
+    wait = RewardWait(no_reward_before=30, scorers=["s"])
+    assert lacking(wait) == never | {"early": None, "late": None}, "it is not scored yet"

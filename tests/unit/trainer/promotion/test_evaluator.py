@@ -19,12 +19,12 @@ from support.proxy.proxy_with_engine import ProxyWithEngine, proxy_with_engine
 from support.proxy.servers import EngineServer, eventually, serving
 from support.trainer.step_samples import trainer_settings
 from tracegrad.store import Decision, PolicyVersion, RolloutSummary, Store
+from tracegrad.store.read.held_out import VERSION_TAG
 from tracegrad_trainer.cli.serve import EVALUATOR, caller_process, check_startup
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.launch.run_state import read_state
 from tracegrad_trainer.launch.session import StartError
 from tracegrad_trainer.promotion.evaluator import (
-    VERSION_TAG,
     Evaluator,
     EvaluatorTotals,
     check_tasks,
@@ -184,6 +184,8 @@ def test_the_worker_makes_held_out_rollouts_of_a_candidate_until_it_is_evaluated
             "tasks": str(tasks),
             "command": [sys.executable, "-c", ASK],
         },
+        "data": {},
+        "rewards": {},
     }
     file = tmp_path / "settings.json"
     file.write_text(json.dumps(resolved))

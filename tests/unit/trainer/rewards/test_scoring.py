@@ -100,7 +100,7 @@ def test_held_out_ones_are_scored_whatever_training_selects(store: Store, calls:
     def judged(composed: bool) -> dict[str, float]:
         with store.reading() as connection:
             found = held_out_rollouts(connection, held_out, [0], composed=composed)
-        return {each.rollout_id: each.reward for each in found}
+        return {each.rollout_id: each.reward for each in found if each.reward is not None}
 
     store.append([Reward(rollout_id="tagged", value=0.5)])
     assert judged(composed=False) == {"tagged": 0.5}

@@ -406,6 +406,15 @@ def test_the_rule_waits_for_those_who_score(make: Make) -> None:
     assert rewards_of(coordinator, "a") == [], "data.incomplete_after_s are not over"
 
 
+def test_the_rule_holds_while_training_is_held(make: Make) -> None:
+    """By a gate that waits for the rewards of held-out rollouts, of which some crashed."""
+    coordinator = make(rewards__agent_error=0)
+    ended = rollout_events("a", reward=None, outcome=Outcome.AGENT_ERROR, held_out=True)
+    coordinator.store.append(ended)  # since long
+    coordinator.release_held()
+    assert rewards_of(coordinator, "a") == [0.0]
+
+
 def test_without_the_rule_it_is_unknown(make: Make) -> None:
     coordinator = make(OFFLINE)
     coordinator.store.append(crashed("a"))
