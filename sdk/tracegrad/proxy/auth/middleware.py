@@ -10,7 +10,8 @@ Whoever brings a rollout's key for calls is the agent that is scored: it calls m
 spans, and neither rewards nor ends nor scores are taken from it, in an open proxy either.
 
 Weight pushes (`/api/push/...`) say which policy version tokens are, and hold everybody's calls:
-they take the control key or the admin key, in the open too.
+they take the control key or the admin key, in the open too. The state of the gate (`/api/push`) is
+for both as well: whoever pushes finds out by it that the proxy was started again.
 
 `/metrics` names no rollout and no model, but counts: it takes the admin key, or a key of its own
 that opens nothing else (`metrics_key`).
@@ -49,7 +50,7 @@ from tracegrad.proxy.http.request import ClientDisconnected
 from tracegrad.proxy.http.request_body import BodyReader
 
 OPEN_PATHS = frozenset({"/healthz"})
-_PUSHES = "/api/push/"
+_GATE, _PUSHES = "/api/push", "/api/push/"
 
 # Where a key may stand; the first that opens something counts. The last is the SDK's own, for
 # agents inside a rollout whose client has no real key.
@@ -265,7 +266,8 @@ class AuthMiddleware:
         if path in OPEN_PATHS:
             return Caller()
         headers, pushes = scope["headers"], path.startswith(_PUSHES)
-        if pushes and self._access.may_push(headers, scope["query_string"]):
+        of_gate = pushes or path == _GATE
+        if of_gate and self._access.may_push(headers, scope["query_string"]):
             return Caller()
         if path == METRICS_PATH and self._access.may_read_metrics(headers, scope["query_string"]):
             return Caller()

@@ -64,14 +64,16 @@ def test_with_an_admin_key_both_push_and_rollouts_do_not(serve_proxy: ServeProxy
         for key, status in ((minted, 403), ("another-key-of-sorts", 401)):
             answer = http.post("/api/push/version", json={"version": 9}, headers=bearer(key))
             assert answer.status_code == status
-        assert http.get("/api/push", headers=bearer(ADMIN)).json()["version"] == 2
+        for key in (CONTROL_KEY, ADMIN):
+            assert http.get("/api/push", headers=bearer(key)).json()["version"] == 2
+        assert http.get("/api/push", headers=bearer(minted)).status_code == 403
 
 
 def test_the_control_key_opens_nothing_else(serve_proxy: ServeProxy) -> None:
     with serve_proxy(control_key=CONTROL_KEY, admin_key=ADMIN) as http:
         for method, path in (
             ("GET", "/v1/models"),
-            ("GET", "/api/push"),
+            ("POST", "/api/feedback"),
             ("POST", "/api/events"),
             ("POST", "/api/rollouts/r1/keys"),
         ):
