@@ -4,6 +4,7 @@ one with PostgreSQL, one rank on each. Losses are those of two ranks on one host
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -222,8 +223,12 @@ CPU = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
-# As small as other tests' runs.
+# As small as other tests' runs. No rollout has a reward without the part that scorers give.
 SMALL = """
+[rewards]
+weights = { reward = 1, done = 1 }
+[rewards.commands]
+done = "true"
 [batches]
 groups = 1
 group_size = 2
@@ -295,6 +300,7 @@ def test_ranks_push_over_the_network_to_servers_that_run_already(
 
     engine = serve_engine()
     start(serving, block("proxy"), "proxy.log", **store, **SECRETS, **ADMIN)
+    workers = start(training, "exec " + block("workers"), "workers.log", **store)
     nodes = []
     for node, host in enumerate((training, serving)):
         script = block("ranks").replace("eth1", host.device)
@@ -335,7 +341,9 @@ def test_ranks_push_over_the_network_to_servers_that_run_already(
     for step in (1, 2):
         work(f"task-{step}")
         awaited(lambda step=step: served() == step)
-    assert command("trainer", "status").startswith("serving")
+    status = json.loads(command("trainer", "status", "--json"))
+    assert (status["stage"], status["absent_workers"]) == ("serving", [])
+    assert list(status["scorings"]) == ["done"]
     command("trainer", "rollback", "1", "--why", "worse", "--wait=60")
     awaited(lambda: (served() or 0) > 2)  # the ranks begin again, under a new number
     newest = served()
@@ -356,3 +364,5 @@ def test_ranks_push_over_the_network_to_servers_that_run_already(
     assert state is not None
     os.kill(state["pid"], signal.SIGTERM)
     assert [node.wait(90) for node in nodes] == [0, 0], logs()
+    workers.send_signal(signal.SIGTERM)
+    assert workers.wait(90) == 0, logs()

@@ -293,6 +293,23 @@ def score(
 
 
 @app.command()
+def workers(
+    config: Config = None,
+    model: Model = None,
+    state_dir: StateDir = None,
+    sets: Sets = None,
+) -> None:
+    """The workers of `trainer serve` alone, beside ranks that you start by torchrun.
+
+    Who scores rollouts, samples live prompts again, or runs the gate's tasks, until stopped.
+    """
+    settings = _settings(config, _flags(sets, model=model, state_dir=state_dir), command="workers")
+    from tracegrad_trainer.cli import workers as working
+
+    raise typer.Exit(working.run_workers(settings, Console()))
+
+
+@app.command()
 def settings(
     config: Annotated[
         Path | None,

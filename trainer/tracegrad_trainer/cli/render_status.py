@@ -169,6 +169,9 @@ def _overview(status: RunStatus) -> PlainTable:
         now = "" if part["up"] else "; not ready yet"
         ago = f"last {format_age(part['last_end_at'])} ago{now}: {part['last_end']}"
         shown.add_row("started again", f"{name}, {times}, {ago}")
+    if status.absent_workers:
+        names = ", ".join(status.absent_workers)
+        shown.add_row("not at work", f"{names}: nobody has started them (trainer workers)")
     version = "none served yet" if status.version is None else str(status.version)
     if status.failed_versions:
         version += f"  (failed pushes: {', '.join(map(str, status.failed_versions))})"

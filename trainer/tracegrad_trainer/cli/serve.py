@@ -20,22 +20,20 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from types import TracebackType
 from typing import IO
 
 from pydantic import SecretStr
 from rich.console import Console
 
-from tracegrad.log_format import LOG_FORMAT_VARIABLE
 from tracegrad.proxy.config import unguarded_host
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
-from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.cli.pattern_notice import PatternNotice
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.wait_notice import WaitNotice
+from tracegrad_trainer.cli.workers import check_workers
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.vllm_process import VllmProcess
@@ -48,6 +46,7 @@ from tracegrad_trainer.launch.run_state import (
     ROLLED_BACK,
     RunState,
     delete_state,
+    is_at_work,
     read_state,
     run_id,
 )
@@ -68,11 +67,7 @@ from tracegrad_trainer.launch.session import (
 )
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
 from tracegrad_trainer.launch.torchrun import RankProcesses
-from tracegrad_trainer.promotion.evaluator import check_tasks
-from tracegrad_trainer.promotion.evaluator import is_at_work as evaluates
-from tracegrad_trainer.resampling.worker import is_at_work as resamples
-from tracegrad_trainer.rewards.judge import judge_key
-from tracegrad_trainer.rewards.worker import is_at_work as scores
+from tracegrad_trainer.launch.workers import WORKERS, wanted_workers, worker_process
 from tracegrad_trainer.rl.coordinator import describe_resume, resume_point
 from tracegrad_trainer.rl.preflight import (
     check_before_training,
@@ -91,10 +86,6 @@ READY_TIMEOUT_S = 900.0
 SLOW_READ = 100 << 20  # bytes a second
 # Of the ranks, behind their first push.
 PUSHED_STAGES = ("waiting", "held", "training", "saving")
-# Whether a worker that answers no calls has said lately that it is at work.
-AT_WORK = {"scorers": scores, "resampling": resamples, "evaluator": evaluates}
-RESAMPLING = "tracegrad_trainer.resampling.worker"
-EVALUATOR = "tracegrad_trainer.promotion.evaluator"
 
 
 class NothingToDo(Exception):
@@ -246,11 +237,7 @@ class ServeStack:
         listener = self.listener
         proxy = [] if listener is None else [proxy_process(settings, listener.fileno())]
         ranks = RankProcesses(settings, resolved)
-        workers = [scorer_process(settings, resolved)] if settings.rewards.composes else []
-        if settings.resample.prompts != "none":
-            workers.append(caller_process("resampling", RESAMPLING, settings, resolved))
-        if settings.promotion.tasks is not None:
-            workers.append(caller_process("evaluator", EVALUATOR, settings, resolved))
+        workers = [worker_process(name, settings, resolved) for name in wanted_workers(settings)]
         self.children = [*vllm, *proxy, *workers, ranks]
         for child in self.children:
             child.log.unlink(missing_ok=True)
@@ -312,7 +299,7 @@ class ServeStack:
         } | {
             child.name: partial(self._works, child)
             for child in self.children
-            if child.name in AT_WORK
+            if child.name in WORKERS
         }
         parts = []
         for child in self.children:
@@ -326,7 +313,7 @@ class ServeStack:
                     ready,
                     answers,
                     proven_by_time=by_time,
-                    essential=child.name not in AT_WORK,
+                    essential=child.name not in WORKERS,
                     starts_again=self._rolled_back,
                 )
             )
@@ -357,7 +344,7 @@ class ServeStack:
                 raise
 
     def _works(self, worker: ChildProcess) -> bool:
-        return AT_WORK[worker.name](self.settings.state_dir, worker.pid)
+        return is_at_work(self.settings.state_dir, worker.name, worker.pid)
 
     def _rolled_back(self) -> bool:
         """Whether the ranks ended to go on from a version that was returned to."""
@@ -426,34 +413,6 @@ def proxy_process(settings: TrainerSettings, listener: int | None = None) -> Chi
     return ChildProcess("proxy", command, log=log, env=env, pass_fds=fds)
 
 
-def scorer_process(settings: TrainerSettings, resolved: Path) -> ChildProcess:
-    """The worker that scores finished rollouts. `resolved`: the file of settings that it reads."""
-    command = [sys.executable, "-m", "tracegrad_trainer.rewards.worker", str(resolved)]
-    env = {
-        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
-        LOG_FORMAT_VARIABLE: settings.log_format,
-    }
-    # Behind vLLM in the scheduler, as the ranks.
-    return ChildProcess("scorers", command, log=settings.logs / "scorers.log", env=env, nice=5)
-
-
-def caller_process(
-    name: str, module: str, settings: TrainerSettings, resolved: Path
-) -> ChildProcess:
-    """A worker whose rollouts go through our proxy: it samples live prompts again, or runs tasks
-    for the gate."""
-    command = [sys.executable, "-m", module, str(resolved)]
-    env = {
-        STORE_VARIABLE: settings.proxy.store.get_secret_value(),
-        LOG_FORMAT_VARIABLE: settings.log_format,
-        "TRACEGRAD_URL": settings.url,
-    }
-    if settings.proxy_url is None:  # of another's proxy the key is in our environment, if anywhere
-        key = settings.proxy.admin_key
-        env["TRACEGRAD_API_KEY"] = "" if key is None else key.get_secret_value()
-    return ChildProcess(name, command, log=settings.logs / f"{name}.log", env=env, nice=5)
-
-
 def plan_placement(settings: TrainerSettings) -> Placement:
     """Raises StartError: the model does not fit, [gpus] is wrong, or vLLM wants a GPU."""
     try:
@@ -479,15 +438,7 @@ def ready_timeout_s(placement: Placement) -> float:
 def check_startup(settings: TrainerSettings, store: Store, free: int | None = None) -> None:
     """Raises StartError: what is wrong with model, tokenizer or checkpoint, for vLLM or for a
     judge."""
-    if settings.rewards.judge is not None:
-        try:
-            judge_key(settings.rewards.judge)
-        except ValueError as error:
-            raise StartError(str(error)) from None
-    try:
-        check_tasks(settings.promotion)
-    except ValueError as error:
-        raise StartError(str(error)) from None
+    check_workers(settings)
     if settings.vllm.routed_experts and settings.vllm.on_cpu:
         raise StartError(
             "fsdp.routing = 'r3': vLLM reports the experts that it chose on GPUs only, and this one"

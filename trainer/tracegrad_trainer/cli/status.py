@@ -19,7 +19,7 @@ from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad.store.read.scorings import scoring_failures
 from tracegrad_trainer.cli.pattern_notice import unmatched_patterns_of
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
-from tracegrad_trainer.launch.run_state import read_state, run_id
+from tracegrad_trainer.launch.run_state import is_at_work, read_state, run_id
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason
 
 # However long a run is, so much of it is looked at.
@@ -46,6 +46,7 @@ class RunStatus:
     url: str | None
     placement: str | None  # of `trainer serve`: who is on which GPUs
     parts: dict[str, Json]  # of those that were started again: restarts, up, last_end, last_end_at
+    absent_workers: list[str]  # that ranks of another launcher need, and that nobody has started
     processes: dict[str, int]  # name -> pid, of those that are alive
     version: int | None
     failed_versions: list[int]
@@ -130,7 +131,8 @@ def collect_status(
         unmatched=list(unmatched_patterns_of(state_dir).values()) if running else [],
         url=serve.get("url") if serving else None,
         placement=serve.get("placement") if serving else None,
-        parts=serve.get("parts", {}) if serving else {},
+        parts=_parts(serve, state_dir, serving=serving),
+        absent_workers=_absent(ranks, state_dir) if running else [],
         processes=pids if running else {},
         version=version,
         failed_versions=store.failed_versions(),
@@ -154,6 +156,19 @@ def collect_status(
         evaluator=_evaluator(state_dir) if running else None,
         push=None if version is None else _push(store.version_events(version)),
     )
+
+
+def _parts(serve: Json, state_dir: Path, *, serving: bool) -> dict[str, Json]:
+    """Of `trainer serve`, or of `trainer workers` beside ranks of another launcher."""
+    if serving:
+        return dict(serve.get("parts", {}))
+    workers = read_state(state_dir, "workers") or {}
+    working = workers.get("alive") and workers.get("stage") == "working"
+    return dict(workers.get("parts", {})) if working else {}
+
+
+def _absent(ranks: Json, state_dir: Path) -> list[str]:
+    return [name for name in ranks.get("workers", []) if not is_at_work(state_dir, name)]
 
 
 def _resampled(state_dir: Path) -> Json | None:

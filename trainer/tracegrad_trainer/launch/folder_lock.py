@@ -36,6 +36,11 @@ def lock_for_command(state_dir: Path) -> IO[bytes]:
     return file
 
 
+def lock_for_workers(state_dir: Path) -> IO[bytes]:
+    """As `lock_for_command`, of a command that goes beside ranks of another launcher."""
+    return _claim(state_dir, COMMAND, patience_s=0)
+
+
 def lock_for_ranks(state_dir: Path, holder: str | None = None) -> IO[bytes]:
     """The same for rank 0: it may be started without a command, by torch's launcher. `holder` is
     what others are told who has it; default: the program's name."""

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tracegrad.events import Json, new_id
@@ -18,6 +19,8 @@ from tracegrad.private_files import private_file, private_folder
 
 # The stage of ranks that ended to go on from a version that was returned to.
 ROLLED_BACK = "rolled back"
+# A worker that has said nothing for so long hangs, or is gone.
+SILENT_S = 30.0
 
 
 class RunState:
@@ -68,6 +71,17 @@ def read_state(state_dir: Path, name: str) -> Json | None:
     except (OSError, ValueError):
         return None
     return {**state, "alive": process_is_alive(state)}
+
+
+def is_at_work(
+    state_dir: Path, name: str, pid: int | None = None, *, clock: Callable[[], float] = time.time
+) -> bool:
+    """Whether the worker of that name has said so a short while ago; `pid`: whether that process
+    has. It may be another machine's, where the folder is shared."""
+    said = read_state(state_dir, name)
+    if said is None or pid not in (None, said["pid"]):
+        return False
+    return bool(clock() - said.get("updated_at", 0.0) < SILENT_S)
 
 
 def delete_state(state_dir: Path, name: str) -> bytes | None:

@@ -21,7 +21,11 @@ from tracegrad.private_files import private_file
 from tracegrad.proxy.config import SecretUrl
 from tracegrad.store import StepHistory, StepRecord, Store, StoreUnavailable
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_command
+from tracegrad_trainer.launch.folder_lock import (
+    FolderLockedError,
+    lock_for_command,
+    lock_for_workers,
+)
 from tracegrad_trainer.launch.run_state import read_state
 from tracegrad_trainer.utils.subprocesses import ChildProcess
 
@@ -146,10 +150,11 @@ def max_steps_reached(settings: TrainerSettings, step: int) -> str | None:
     return f"max_steps = {limit} is reached; to go on, set it higher (--set max_steps={2 * limit})"
 
 
-def lock_state_folder(state_dir: Path) -> IO[bytes]:
-    """The folder is ours while the file that this returns is open. Raises StartError."""
+def lock_state_folder(state_dir: Path, *, beside_ranks: bool = False) -> IO[bytes]:
+    """The folder is ours while the file that this returns is open; `beside_ranks`: but for ranks
+    of another launcher. Raises StartError."""
     try:
-        return lock_for_command(state_dir)
+        return lock_for_workers(state_dir) if beside_ranks else lock_for_command(state_dir)
     except FolderLockedError as error:
         raise StartError(str(error)) from None
     except OSError as error:

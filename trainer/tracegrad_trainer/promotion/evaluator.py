@@ -25,7 +25,8 @@ from tracegrad.store.read.held_out import VERSION_TAG
 from tracegrad.urls import unmasked
 from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.promotion import PromotionSettings
-from tracegrad_trainer.launch.run_state import RunState, read_state
+from tracegrad_trainer.launch.run_state import RunState
+from tracegrad_trainer.launch.workers import EVALUATOR
 from tracegrad_trainer.promotion.gate import PromotionGate
 from tracegrad_trainer.rewards.config import RewardSettings
 from tracegrad_trainer.utils.subprocesses import die_with_parent
@@ -34,21 +35,11 @@ from tracegrad_trainer.utils.worker_process import run_worker
 # Run with -m, where __name__ is "__main__".
 logger = logging.getLogger("tracegrad_trainer.promotion.evaluator")
 
-# Of the process, its log and its file in the folder `run`.
-NAME = "evaluator"
 LOOK_EVERY_S = 1.0
-# A worker that has said nothing for so long hangs.
-SILENT_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 _STOP_S = 20.0  # for a run's agents to be ended
 # Of `tracegrad run`: all attempts were scored, or some could not be.
 _RAN = (0, 1)
-
-
-def is_at_work(state_dir: Path, pid: int | None, *, clock: Callable[[], float] = time.time) -> bool:
-    """Whether the worker of that process has said so a short while ago."""
-    said = read_state(state_dir, NAME)
-    return bool(said and said["pid"] == pid and clock() - said["updated_at"] < SILENT_S)
 
 
 def check_tasks(settings: PromotionSettings) -> None:
@@ -131,7 +122,7 @@ class Evaluator:
         if code in _RAN:
             return True
         self.totals.failed += 1
-        self.totals.error = f"`tracegrad run` ended with exit code {code}: see logs/{NAME}.log"
+        self.totals.error = f"`tracegrad run` ended with exit code {code}: see logs/{EVALUATOR}.log"
         logger.warning("version %d: %s", version, self.totals.error)
         return False
 
@@ -193,7 +184,7 @@ def gate_of(resolved: dict[str, Any], store: Store) -> PromotionGate:
 async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
     settings = PromotionSettings.model_validate(resolved["promotion"])
     state_dir = Path(resolved["state_dir"])
-    state = RunState(state_dir, NAME)
+    state = RunState(state_dir, EVALUATOR)
 
     def say(version: int | None, totals: EvaluatorTotals) -> None:
         state.update(
@@ -215,4 +206,4 @@ async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(NAME, _work))
+    sys.exit(run_worker(EVALUATOR, _work))

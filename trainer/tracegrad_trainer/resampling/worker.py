@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +18,13 @@ from tracegrad.transport import ProxyRefused
 from tracegrad.urls import unmasked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.resample import ResampleSettings
-from tracegrad_trainer.launch.run_state import RunState, read_state
+from tracegrad_trainer.launch.run_state import RunState
+from tracegrad_trainer.launch.workers import RESAMPLING
 from tracegrad_trainer.resampling.live_prompts import LivePrompts
 from tracegrad_trainer.resampling.sampler import PromptSampler
 from tracegrad_trainer.utils.worker_process import run_worker
 
-# Of the process, its log and its file in the folder `run`.
-NAME = "resampling"
 _SAY_EVERY_S = 2.0
-# A worker that has said nothing for so long hangs.
-SILENT_S = 30.0
-
-
-def is_at_work(state_dir: Path, pid: int | None, *, clock: Callable[[], float] = time.time) -> bool:
-    """Whether the worker of that process has said so a short while ago."""
-    said = read_state(state_dir, NAME)
-    return bool(said and said["pid"] == pid and clock() - said["updated_at"] < SILENT_S)
 
 
 async def work(sampler: PromptSampler, state: RunState, stop: asyncio.Event) -> None:
@@ -71,9 +60,9 @@ async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
             selection=BatchSettings.model_validate(selection),
         )
         async with httpx.AsyncClient(timeout=None) as client:
-            state = RunState(Path(resolved["state_dir"]), NAME)
+            state = RunState(Path(resolved["state_dir"]), RESAMPLING)
             await work(PromptSampler(prompts, client), state, stop)
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(NAME, _work))
+    sys.exit(run_worker(RESAMPLING, _work))

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +28,12 @@ logger = logging.getLogger("tracegrad_trainer.rewards.worker")
 
 LOOK_EVERY_S = 0.5
 _ALIVE_EVERY_S = 2.0
-# A worker whose sign of life is as old as that hangs.
-SILENT_S = 30.0
 
 
 def sign_of_life(state_dir: Path) -> Path:
-    """The file that a worker writes while it is at work: its process, and when."""
+    """The file that a worker writes while it is at work: its process, and when
+    (`launch.run_state`)."""
     return state_dir / "run" / "scorers.json"
-
-
-def is_at_work(state_dir: Path, pid: int | None, *, clock: Callable[[], float] = time.time) -> bool:
-    """Whether the worker of that process has said so a short while ago."""
-    try:
-        said = json.loads(sign_of_life(state_dir).read_text(encoding="utf-8"))
-        return bool(said["pid"] == pid and clock() - said["at"] < SILENT_S)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
 
 
 def scope_of(resolved: dict[str, Any]) -> ScoringScope:
@@ -99,7 +89,7 @@ async def _say_alive(state_dir: Path) -> None:
     path = sign_of_life(state_dir)
     while True:
         try:
-            said = json.dumps({"pid": os.getpid(), "at": time.time()})
+            said = json.dumps({"pid": os.getpid(), "updated_at": time.time()})
             await asyncio.to_thread(_write, path, said)
         except OSError as error:  # a full disk is no reason to end
             logger.warning("%s cannot be written: %s", path, error.strerror)

@@ -2,10 +2,12 @@
 
 `torchrun` knows nothing of steps and versions. So rank 0 checks beforehand what the command would
 have checked, and writes down for `trainer status` and its like what the command would have written.
+Workers it does not start: `trainer workers` does, and rank 0 says so where nobody has.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,10 @@ from tracegrad_trainer.launch.session import (
     max_steps_reached,
     write_resolved_settings,
 )
+from tracegrad_trainer.launch.workers import absent_workers
 from tracegrad_trainer.rl.preflight import check_before_training
+
+logger = logging.getLogger(__name__)
 
 # As `trainer status` has it.
 COMMAND = "torchrun"
@@ -52,6 +57,18 @@ def check_start(settings: TrainerSettings) -> None:
             check_before_training(settings, store)
     except StoreLost:
         return
+
+
+def warn_of_absent_workers(settings: TrainerSettings, settings_file: Path) -> None:
+    """Rank 0: which of the workers that the settings need nobody has started. What only they do
+    would be waited for for ever."""
+    absent = absent_workers(settings)
+    if absent:
+        logger.warning(
+            "%s: these settings need them, and nobody has started them: start them beside the"
+            " ranks: trainer workers --config %s --state-dir %s",
+            *(" and ".join(absent), settings_file.resolve(), settings.state_dir),
+        )
 
 
 @contextmanager

@@ -22,9 +22,16 @@ from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.inference.engine_config import check_engines
 from tracegrad_trainer.inference.publish import PublishResult, WeightPublisher
 from tracegrad_trainer.launch.run_state import ROLLED_BACK
+from tracegrad_trainer.launch.workers import wanted_workers
 from tracegrad_trainer.promotion.version_control import TrainingRolledBack, VersionControl
 from tracegrad_trainer.rl.committed_checkpoint import checkpoint_of_step
-from tracegrad_trainer.rl.own_launcher import check_start, exit_code, is_own_launcher, journal
+from tracegrad_trainer.rl.own_launcher import (
+    check_start,
+    exit_code,
+    is_own_launcher,
+    journal,
+    warn_of_absent_workers,
+)
 from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -248,6 +255,8 @@ class ServeRank:
         worker = ServeWorker(settings, stack, stop)
         if by_hand and worker.training.store is not None:
             stack.enter_context(journal(settings, worker.training.store))
+            warn_of_absent_workers(settings, self.settings_file)
+            worker.training.report_stage("starting", workers=wanted_workers(settings))
         worker.run()
         self.starts_again = worker.starts_again
 

@@ -20,6 +20,7 @@ from tracegrad_trainer.losses.surrogates import SURROGATES
 COMMANDS = (
     "--help",
     "serve --help",
+    "workers --help",
     "step --help",
     "sft --help",
     "replay --help",

@@ -14,11 +14,12 @@ from support.store.events import rollout_events
 from support.trainer import scorers
 from support.trainer.step_samples import trainer_settings
 from tracegrad.store import Store
-from tracegrad_trainer.cli.serve import check_startup, scorer_process
+from tracegrad_trainer.cli.serve import check_startup
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.launch.run_state import is_at_work
 from tracegrad_trainer.launch.session import StartError, write_resolved_settings
 from tracegrad_trainer.launch.supervisor import Backoff, Part, Supervisor
-from tracegrad_trainer.rewards.worker import is_at_work
+from tracegrad_trainer.launch.workers import SCORERS, worker_process
 
 WITHIN_S = 120.0
 
@@ -36,10 +37,10 @@ def test_they_read_the_runs_settings_and_are_started_again(
         tmp_path, functions=["support.trainer.scorers:by_turns"], weights={"by_turns": 0.5}
     )
     (settings.state_dir / "run").mkdir(parents=True)
-    process = scorer_process(settings, write_resolved_settings(settings))
+    process = worker_process(SCORERS, settings, write_resolved_settings(settings))
 
     def ready() -> bool:
-        return is_at_work(settings.state_dir, process.pid)
+        return is_at_work(settings.state_dir, SCORERS, process.pid)
 
     said: list[str] = []
     part = Part(process, Backoff(5), ready, ready)

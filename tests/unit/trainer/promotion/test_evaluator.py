@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,14 @@ from support.proxy.servers import EngineServer, eventually, serving
 from support.trainer.step_samples import trainer_settings
 from tracegrad.store import Decision, PolicyVersion, RolloutSummary, Store
 from tracegrad.store.read.held_out import VERSION_TAG
-from tracegrad_trainer.cli.serve import EVALUATOR, caller_process, check_startup
+from tracegrad_trainer.cli.serve import check_startup
 from tracegrad_trainer.config.promotion import PromotionSettings
-from tracegrad_trainer.launch.run_state import read_state
+from tracegrad_trainer.launch.run_state import is_at_work, read_state
 from tracegrad_trainer.launch.session import StartError
 from tracegrad_trainer.promotion.evaluator import (
     Evaluator,
     EvaluatorTotals,
     check_tasks,
-    is_at_work,
     run_command,
 )
 
@@ -119,16 +117,6 @@ def test_the_command_is_that_of_the_runner(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_a_run_of_serve_has_a_part_for_it_that_finds_the_proxy(tmp_path: Path) -> None:
-    settings = trainer_settings(tmp_path)
-    part = caller_process("evaluator", EVALUATOR, settings, tmp_path / "settings.json")
-    assert part.command[1:] == ["-m", EVALUATOR, str(tmp_path / "settings.json")]
-    assert part.log == settings.logs / "evaluator.log"
-    assert part.env["TRACEGRAD_URL"] == settings.url
-    assert part.env["TRACEGRAD_API_KEY"] == "", "none of somebody else's"
-    assert find_spec(EVALUATOR) is not None
-
-
 def test_serve_refuses_tasks_that_cannot_be_run_before_anything_starts(tmp_path: Path) -> None:
     promotion = {"gate": "held_out", "tasks": tmp_path / "none.jsonl"}
     settings = trainer_settings(tmp_path, promotion=promotion)
@@ -195,7 +183,7 @@ def test_the_worker_makes_held_out_rollouts_of_a_candidate_until_it_is_evaluated
         worker = subprocess.Popen(command, env=env, stdout=log, stderr=log)
     try:
         eventually(lambda: len(evaluated(store)) >= 4, WITHIN_S)  # a second pass has begun
-        assert is_at_work(tmp_path, worker.pid)
+        assert is_at_work(tmp_path, "evaluator", worker.pid)
         store.note_version(PolicyVersion(1, 1, "evaluated", detail={}))
         eventually(lambda: (read_state(tmp_path, "evaluator") or {})["version"] is None, WITHIN_S)
         eventually(lambda: all(row.outcome for row in evaluated(store)), WITHIN_S)

@@ -23,8 +23,7 @@ from tracegrad.events import Outcome
 from tracegrad.store import RolloutSummary, Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.config.resample import RESAMPLE_OF, RESAMPLED
-from tracegrad_trainer.launch.run_state import read_state
-from tracegrad_trainer.resampling.worker import is_at_work
+from tracegrad_trainer.launch.run_state import is_at_work, read_state
 
 WITHIN_S = 90.0
 OURS = {RESAMPLED: "true"}
@@ -114,7 +113,7 @@ def test_a_live_prompt_becomes_a_group(
         assert turn.request["messages"] == [{"role": "user", "content": "where is 42?"}]
         assert turn.untrainable is None, "the live call was sampled at another temperature"
         assert turn.agent_name == "grün"
-    eventually(lambda: is_at_work(tmp_path, worker.pid), WITHIN_S)
+    eventually(lambda: is_at_work(tmp_path, "resampling", worker.pid), WITHIN_S)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(WITHIN_S) == 0
     state = read_state(tmp_path, "resampling")
@@ -144,7 +143,7 @@ def test_without_a_trainer_nothing_is_opened(
     """It alone knows how large a group is."""
     ask(proxy, "live", "one")
     worker = start()
-    eventually(lambda: is_at_work(tmp_path, worker.pid), WITHIN_S)
+    eventually(lambda: is_at_work(tmp_path, "resampling", worker.pid), WITHIN_S)
     want(proxy, groups=1)
     eventually(lambda: len(resampled(proxy).get("live", [])) == 3, WITHIN_S)
     assert len({row.task_id for row in resampled(proxy)["live"]}) == 1

@@ -19,7 +19,8 @@ from support.store.events import rollout_events
 from support.trainer import scorers
 from tracegrad.store import Store
 from tracegrad.store.types import COMPOSED_SOURCE, SCORER_SOURCE
-from tracegrad_trainer.rewards.worker import is_at_work, sign_of_life
+from tracegrad_trainer.launch.run_state import is_at_work
+from tracegrad_trainer.rewards.worker import sign_of_life
 
 WITHIN_S = 90.0
 StartWorker = Callable[..., subprocess.Popen[bytes]]
@@ -71,9 +72,11 @@ def test_it_scores_what_ends_and_stops_when_asked(
     store: Store, tmp_path: Path, start: StartWorker
 ) -> None:
     worker = start(functions=["support.trainer.scorers:resolved"])
-    eventually(lambda: is_at_work(tmp_path, worker.pid), WITHIN_S)
-    assert not is_at_work(tmp_path, worker.pid + 1)
-    assert not is_at_work(tmp_path, worker.pid, clock=lambda: 1e12), "it is silent for long"
+    eventually(lambda: is_at_work(tmp_path, "scorers", worker.pid), WITHIN_S)
+    assert is_at_work(tmp_path, "scorers"), "whatever its process is"
+    assert not is_at_work(tmp_path, "scorers", worker.pid + 1)
+    assert not is_at_work(tmp_path, "scorers", worker.pid, clock=lambda: 1e12), "silent for long"
+    assert not is_at_work(tmp_path, "evaluator")
     store.append(rollout_events("r1", reward=None))
     eventually(lambda: reward_of(store, "r1") == 1.0, WITHIN_S)
     store.append(rollout_events("r2", reward=None))
