@@ -73,35 +73,43 @@ def untitled(event: RolloutStarted) -> Event:
 @pytest.mark.parametrize(
     ("events", "kind", "words"),
     [
-        ([], "no_rollouts", f"no rollout yet: point agents at the proxy at {URL}/v1"),
+        (list, "no_rollouts", f"no rollout yet: point agents at the proxy at {URL}/v1"),
         (
-            rollouts(24),
+            lambda: rollouts(24),
             "few_attempts",
             "24 tasks have 1 of 4 attempts; 0 of 2 groups ready; newest 3 h ago",
         ),
         (
-            [*rollouts(5, 2), *rollouts(1, 3, first=5), *rollouts(1, 4, first=6)],
+            lambda: [*rollouts(5, 2), *rollouts(1, 3, first=5), *rollouts(1, 4, first=6)],
             "few_attempts",
             "5 tasks have 2 of 4 attempts, 1 has 3 of 4 (a smaller group is taken in 2 h);"
             " 1 of 2 groups ready; newest 3 h ago",
         ),
-        (rollouts(2, 4), "ready", "2 of 2 groups ready; newest 3 h ago"),
-        (without(Reward), "no_reward", "6 rollouts ended without a reward; 0 of 2 groups"),
-        (changed(renamed, Reward), "named_reward", "6 rollouts with other rewards than the main"),
-        (without(RolloutFinished), "open", "6 rollouts not finished; 0 of 2"),
-        (without(Turn), "no_turns", "6 rollouts ended without a recorded call; 0 of 2"),
-        (changed(untitled, RolloutStarted), "no_task", "6 rollouts without a task, which no group"),
+        (lambda: rollouts(2, 4), "ready", "2 of 2 groups ready; newest 3 h ago"),
+        (lambda: without(Reward), "no_reward", "6 rollouts ended without a reward; 0 of 2 groups"),
         (
-            changed(with_outcome, RolloutFinished),
+            lambda: changed(renamed, Reward),
+            "named_reward",
+            "6 rollouts with other rewards than the main",
+        ),
+        (lambda: without(RolloutFinished), "open", "6 rollouts not finished; 0 of 2"),
+        (lambda: without(Turn), "no_turns", "6 rollouts ended without a recorded call; 0 of 2"),
+        (
+            lambda: changed(untitled, RolloutStarted),
+            "no_task",
+            "6 rollouts without a task, which no group",
+        ),
+        (
+            lambda: changed(with_outcome, RolloutFinished),
             "env_error",
             "6 rollouts ended with env_error, which is not scored; 0 of 2",
         ),
     ],
 )
 def test_what_holds_a_batch_back_is_named(
-    store: Store, events: list[Event], kind: str, words: str
+    store: Store, events: Callable[[], list[Event]], kind: str, words: str
 ) -> None:
-    store.append(events)
+    store.append(events())  # made now: a suite may take long until it comes here
     found = wait_reason(store, needs())
     assert found.kind == kind
     assert found.text.startswith(words)
