@@ -267,8 +267,7 @@ UNTRAINED_TEXTS = {
         "Nothing, if pairs are enough; otherwise pair all better with all worse rollouts.",
     ),
     "failed_push": ReasonText(
-        "It was sampled by a version whose weights did not arrive as pushed, or of which nobody"
-        " knows: the trainer ended before they were verified.",
+        "It was sampled by a version whose weights did not arrive as pushed.",
         "`trainer status` names the versions whose push failed; its log says why.",
     ),
     "non_finite": ReasonText(

@@ -4,8 +4,7 @@
 
 Nobody waits for the verification, but before a first push, whose path nobody knows, and behind a
 sleep, which its guard ends: there the gate opens last. What is sampled by weights that turn out
-wrong has the number of a version that failed, and is never trained; nor is what was sampled by
-weights of which nobody knows: a run that begins takes a push without an end for one that failed.
+wrong has the number of a version that failed, and is never trained.
 
 If anything fails, the weights that were served before are put back, under their old version. Which
 engines stand still when is not decided here: `weight_push`, `rolling_push`, `canary_push`.

@@ -60,8 +60,6 @@ from tracegrad_trainer.rl.unrewarded_rollouts import UnrewardedRollouts
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-# Of a version that was being pushed when its run ended.
-UNVERIFIED = "the trainer ended before its push was verified; what it sampled is not trained"
 # Groups that are held while a batch is refilled, at most this many times those it needs: where
 # nearly every group has equal rewards, it goes on with fewer.
 MAX_REFILLS = 8
@@ -149,27 +147,14 @@ class Coordinator:
         _, self._scorings_seen = store.count_scorings()  # as well
 
     def resume_point(self) -> ResumePoint:
-        """Where the last committed step left off; what a killed run of ours had is free again, and
-        what it was pushing has failed."""
+        """Where the last committed step left off; what a killed run of ours had is free again."""
         self.ledger.release_owner(self.owner)
-        self._fail_unverified()
         point = resume_point(self.settings, self.store)
         self.skipped_versions = point.skipped
         logger.info(describe_resume(point, self.settings))
         if point.weights is not None:
             self._log_origin(point.weights)
         return point
-
-    def _fail_unverified(self) -> None:
-        """Versions that a run began to push, and ended before it knew what came of that: calls may
-        have been let in before the proof (`inference.weight_swap`). Their step was not committed
-        either, so that their numbers are never pushed again: nobody will verify them."""
-        for version in self.store.versions():
-            if version.state == "pushing":
-                logger.warning("version %d: %s", version.version, UNVERIFIED)
-                detail = version.detail | {"error": UNVERIFIED}
-                failed = replace(version, state="failed", detail=detail, created_at=time.time())
-                self.store.record_version(failed)
 
     def _log_origin(self, weights: CommittedCheckpoint) -> None:
         if weights.digest is None:

@@ -123,35 +123,6 @@ def test_the_number_of_a_version_whose_step_was_lost_is_not_used_again(
     assert began(coordinator) == (1, 3, str(coordinator.settings.checkpoints / "step-00000001"))
 
 
-@pytest.mark.parametrize(("verified", "reason"), [(False, "failed_push"), (True, None)])
-def test_what_was_sampled_before_a_push_was_verified_is_not_trained(
-    make: Make, verified: bool, reason: str | None
-) -> None:
-    """A trainer that is killed between the opened gate and the proof does not know its weights."""
-    killed = make(OFFLINE)
-    commit(killed, 1, 1)
-    killed.store.record_version(PolicyVersion(1, 1, "serving"))
-    pushing = PolicyVersion(2, 2, "pushing", detail={"weights_step": 2})
-    killed.store.record_version(pushing)
-    if verified:
-        killed.store.record_version(PolicyVersion(2, 2, "serving", detail={"weights_step": 2}))
-    for version in (1, 2):
-        for n in range(2):
-            name = f"v{version}-{n}"
-            task = f"of version {version}"
-            killed.store.append(rollout_events(name, task=task, reward=float(n), version=version))
-    again = make(OFFLINE, batches__group_size=2)
-    assert again.resume_point().version == 3, "its number is never pushed again"
-    batch = again.next_batch(3)
-    assert batch is not None
-    reasons = {batch.selection.skipped.get(f"v2-{n}.{turn}") for n in (0, 1) for turn in (0, 1)}
-    assert reasons == {reason}
-    assert not any(turn.startswith("v1-") for turn in batch.selection.skipped)
-    found = {one.version: one for one in again.store.versions()}
-    assert found[2].state == ("serving" if verified else "failed")
-    assert found[2].detail["weights_step"] == 2
-
-
 def test_a_state_folder_that_was_moved_has_its_checkpoints_with_it(
     coordinator: Coordinator,
 ) -> None:
