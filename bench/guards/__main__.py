@@ -9,6 +9,7 @@ planted in its replies from half of it on.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import statistics
@@ -278,8 +279,7 @@ def page(
         after=_AFTER,
         caught=markdown(header, rows),
         drifted=_drifted(real),
-        entropy=f"{min(entropies, default=0):.3f}",
-        limits=sum(run.steps for run in runs),
+        entropy=f"{min(entropies, default=math.nan):.3f}",
     )
 
 
@@ -315,7 +315,7 @@ within what it allows. Policies that drifted by themselves, as their guard said:
 {drifted}
 
 `guards.min_entropy` and `guards.max_kl` are limits on a step's own figures and off by default: they
-speak wherever a step crosses them. The smallest entropy of the {limits} clean steps was {entropy}
+speak wherever a step crosses them. The smallest entropy of the {steps} clean steps was {entropy}
 nats a token: a limit above that would have stopped one of them.
 
 What rises by no more than `guards.margin` ({margin}) above the baseline is allowed.

@@ -28,10 +28,6 @@ def attempts(plan: Plan) -> Attempt:
 
 PLAY = Play(
     title="A LangGraph agent that writes SQL, trained while it works",
-    # Turns are a version or two old. With `grpo` three of twelve seeds collapsed, where most
-    # questions were answered and the gradient was of the few failures: it divides by a group's
-    # spread, and with one optimizer step a batch its ratio is 1, so that a token that was made rare
-    # since it was sampled is pushed down as hard as ever. `minirl` does neither.
     settings={
         **SERVE,
         "optim.lr": 2e-4,

@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from support.engines.vllm_server import tiny_settings
 from support.proxy.servers import eventually
 from support.trainer.char_model import save_char_model
 from support.trainer.trainer_serve import TrainerServe, trainer_serve
 from tracegrad.store import RolloutSummary, Store
 from tracegrad.store.read.held_out import VERSION_TAG
 from tracegrad.store.read.versions import VersionHistory
-from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import is_responding
@@ -70,13 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmProcess]:
     folder = tmp_path_factory.mktemp("engine")
-    settings = VllmSettings(
-        model=str(model),
-        socket=folder / "vllm.sock",
-        max_model_len=512,
-        kv_cache_memory_bytes=64 << 20,
-        log=folder / "vllm.log",
-    )
+    log = folder / "vllm.log"
+    settings = tiny_settings(model, log, max_model_len=512, cache_mib=64)
     with VllmProcess(settings) as process:
         process.wait_healthy(timeout=SLOW_S)
         yield process

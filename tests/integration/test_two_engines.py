@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from support.agents.group_load import GroupLoad, missing_calls
+from support.engines.vllm_server import tiny_settings
 from support.trainer.char_model import save_char_model
 from support.trainer.tiny_model import load_model, reference_logprobs
 from support.trainer.trainer_serve import TrainerServe, trainer_serve
@@ -25,7 +26,6 @@ from tracegrad.events import Turn
 from tracegrad.proxy.engine.weight_gate import Canary
 from tracegrad.store import Decision, Store
 from tracegrad.store.read.versions import VersionHistory
-from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.inference.control_routes import CandidateControl, VllmControl
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.vllm_process import VllmProcess
@@ -51,13 +51,8 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         processes = []
         for name in ("first", "second"):
             folder = tmp_path_factory.mktemp(name)
-            settings = VllmSettings(
-                model=str(model),
-                socket=folder / "vllm.sock",
-                max_model_len=512,
-                kv_cache_memory_bytes=64 << 20,
-                log=folder / "vllm.log",
-            )
+            log = folder / "vllm.log"
+            settings = tiny_settings(model, log, max_model_len=512, cache_mib=64)
             processes.append(stack.enter_context(VllmProcess(settings)))
         for process in processes:
             process.wait_healthy(timeout=SLOW_S)

@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 
 from tracegrad.events import Json, Reward, Turn
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.transfer.layouts import ExportLayout, ReasonCounter
 from tracegrad.transfer.readers import MASKED, ForeignReader, ForeignRollout
 from tracegrad.transfer.schema import Number, PolicyVersions, Text, TokenIds
@@ -124,14 +124,15 @@ def _remaining_rewards(
 ) -> list[Reward]:
     """A reward counts the turns; here it counts those that are kept. What was given for one of
     the others has no turn any more."""
-    counted = [copy.turns[index].turn_id for index in agent_turn_indices(copy.turns)]
-    ids = {turn.turn_id for turn in kept}
-    places = {turn_id: n for n, turn_id in enumerate(filter(ids.__contains__, counted))}
+    known, ids = agent_turn_indices(copy.turns), {turn.turn_id for turn in kept}
+    remaining = [index for index in known if copy.turns[index].turn_id in ids]
+    places = {index: place for place, index in enumerate(remaining)}
     found = []
     for reward in copy.rewards:
-        if reward.turn is None or not -len(counted) <= reward.turn < len(counted):
+        index = turn_of_reward(reward, known)
+        if index is None or reward.turn is None:
             found.append(reward)
-        elif (place := places.get(counted[reward.turn])) is None:
+        elif (place := places.get(index)) is None:
             left_out["rewards: turn_left_out"] += 1
         else:
             # From the end, where its giver counted so.

@@ -18,11 +18,13 @@ class VllmServer:
     planted: Path  # the working directory that it was started in
 
 
-def tiny_settings(model_dir: Path, log: Path) -> VllmSettings:
+def tiny_settings(
+    model_dir: Path, log: Path, *, max_model_len: int = 1024, cache_mib: int = 128
+) -> VllmSettings:
     return VllmSettings(
         model=str(model_dir),
         socket=log.with_name("vllm.sock"),
-        max_model_len=1024,
-        kv_cache_memory_bytes=128 << 20,
+        max_model_len=max_model_len,
+        kv_cache_memory_bytes=cache_mib << 20,
         log=log,
     )

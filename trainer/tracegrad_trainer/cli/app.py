@@ -299,7 +299,7 @@ def workers(
     state_dir: StateDir = None,
     sets: Sets = None,
 ) -> None:
-    """The workers of `trainer serve` alone, beside ranks that you start by torchrun.
+    """The workers of `trainer serve` alone, beside your own torchrun.
 
     Who scores rollouts, samples live prompts again, or runs the gate's tasks, until stopped.
     """

@@ -29,10 +29,9 @@ from rich.console import Console
 from tracegrad.proxy.config import unguarded_host
 from tracegrad.proxy.http.listener import ListenError, activated_listener, listen
 from tracegrad.store import StepRecord, Store, StoreError
-from tracegrad_trainer.cli.pattern_notice import PatternNotice
+from tracegrad_trainer.cli.notices import PatternNotice, WaitNotice
 from tracegrad_trainer.cli.placement import placement_line, placement_lines
 from tracegrad_trainer.cli.render_status import format_step_line
-from tracegrad_trainer.cli.wait_notice import WaitNotice
 from tracegrad_trainer.cli.workers import check_workers
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError

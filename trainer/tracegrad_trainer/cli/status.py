@@ -17,7 +17,7 @@ from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import total_removed
 from tracegrad.store.read.reward_arrival import RECENT_REWARDS
 from tracegrad.store.read.scorings import scoring_failures
-from tracegrad_trainer.cli.pattern_notice import unmatched_patterns_of
+from tracegrad_trainer.cli.notices import unmatched_patterns_of
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import is_at_work, read_state, run_id
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason

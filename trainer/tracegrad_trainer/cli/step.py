@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tracegrad.store import Ledger, StepRecord, Store, StoreError
-from tracegrad_trainer.cli.pattern_notice import PatternNotice
+from tracegrad_trainer.cli.notices import PatternNotice
 from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.cli.score import describe_totals, scoring_scope
 from tracegrad_trainer.config.trainer import TrainerSettings

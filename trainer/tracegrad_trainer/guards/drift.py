@@ -60,9 +60,11 @@ class DriftGuards:
             for signal, share in self.group_shares(group):
                 drift = self._detector(signal).add(share, since)
                 if drift is not None:
-                    found.setdefault(signal, self._alarm(signal, drift, grouped=len(group) > 1))
+                    alarm = self._alarm(signal, drift, grouped=len(group) > 1)
+                    found.setdefault(signal, alarm)
                     # First: its version must not be removed from the disk before it is decided on.
-                    self.asked |= {max(0, drift.rise_began - 1)}
+                    if alarm.last_good is not None:
+                        self.asked |= {alarm.last_good}
                     del self.detectors[signal]
         return list(found.values())
 

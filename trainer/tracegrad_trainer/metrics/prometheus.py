@@ -52,10 +52,10 @@ class PrometheusSink:
                 self._gauge(name).set(value)
         self._step.set(point.step)
 
-    def held(self, is_held: bool) -> None:
+    def set_held(self, is_held: bool) -> None:
         self._held.set(is_held)
 
-    def decided(self, counts: Mapping[tuple[str, str], int]) -> None:
+    def set_decisions(self, counts: Mapping[tuple[str, str], int]) -> None:
         """All that the store has: a rollback ends this process, and its counters with it."""
         for (kind, by), count in counts.items():
             self._decisions.labels(kind, by).inc(count - self._decided.get((kind, by), 0))

@@ -52,13 +52,15 @@ class MetricSinks:
         """A version was served, or its push failed."""
         self._write(push_point(version))
 
-    def stands(self, *, held: bool, decisions: Mapping[tuple[str, str], int]) -> None:
-        """How training stands between steps, for who scrapes. `decisions`: by kind and who made
-        them (`Store.count_decisions`)."""
+    def report_hold(
+        self, is_held: bool, count_decisions: Callable[[], Mapping[tuple[str, str], int]]
+    ) -> None:
+        """Whether training is held, and how often somebody decided about that, for who scrapes:
+        `Store.count_decisions`, which is asked for nobody else."""
         for sink in self.sinks:
             if isinstance(sink, PrometheusSink):
-                sink.held(held)
-                sink.decided(decisions)
+                sink.set_held(is_held)
+                sink.set_decisions(count_decisions())
 
     def close(self) -> None:
         for sink in self.sinks:

@@ -93,7 +93,7 @@ class VersionControl:
             )
         self._pusher: Returning | None = None
         self._lock = RLock()
-        self._pruning = Lock()  # `_lock` is held where its thread is waited for
+        self._pruning = Lock()  # of its own: no commit waits for files that are removed
         self._to_keep: KeptVersion | None = None
         self._rolled_back: str | None = None
         self._hold: str | None = None

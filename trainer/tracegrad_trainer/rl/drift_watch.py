@@ -11,7 +11,7 @@ from tracegrad.events import Json, Turn
 from tracegrad.store import Decision, Group, Store
 from tracegrad.store.read.turns import load_turns
 from tracegrad.store.types import RolloutSample
-from tracegrad_trainer.batches.version_scale import is_within
+from tracegrad_trainer.batches.version_scale import RolledBackVersions, is_within
 from tracegrad_trainer.guards import Alarm, DriftGuards, GuardSettings
 from tracegrad_trainer.guards.behaviour import behaviour_of
 from tracegrad_trainer.guards.drift import ObservedRollout
@@ -64,8 +64,9 @@ class DriftWatch:
         read = self._read([dict.fromkeys(one.rollout_id for one in group) for group in found])
         fresh = []
         for group, observed in zip(found, read, strict=True):
-            task, seen_before = group[0].task_id, self._unrewarded.is_repeat
-            fresh.append([one for one in observed if not seen_before(task, one.version)])
+            versions = (one.version for one in observed)
+            new = self._unrewarded.new_versions(group[0].task_id, versions)
+            fresh.append([one for one in observed if one.version in new])
         return self._act(self._unrewarded_guards.observe([each for each in fresh if each]))
 
     def let_go_on(self) -> None:
@@ -160,13 +161,12 @@ class DriftWatch:
             # Leased turns come without their requests, which the store keeps as differences.
             with self._store.reading() as connection:
                 turns = load_turns(connection, list(rewards), expert_routing=False)
-            found = [self._observed(turns[name], reward) for name, reward in rewards.items()]
-            yield [one for one in found if not is_within(one.version, rolled_back)]
+            found = ((turns[name], reward) for name, reward in rewards.items())
+            yield [self._observed(*one) for one in found if not _has_one_of(rolled_back, one[0])]
 
     def _observed(self, turns: Sequence[Turn], reward: float | None) -> ObservedRollout:
-        versions = [version for turn in turns for version, _ in turn.policy_versions]
         behaviour = behaviour_of(turns, self._settings.refusals)
-        return ObservedRollout(behaviour, max(versions, default=0), reward)
+        return ObservedRollout(behaviour, max(_versions_of(turns), default=0), reward)
 
     def _act(self, alarms: Sequence[Alarm]) -> bool:
         if not alarms:
@@ -198,3 +198,11 @@ class DriftWatch:
             return None
         kept = self._store.version_history().kept_before(min(good))
         return min(good) if kept is None else kept  # which is refused, with what there is
+
+
+def _versions_of(turns: Sequence[Turn]) -> set[int]:
+    return {version for turn in turns for version, _ in turn.policy_versions}
+
+
+def _has_one_of(ranges: RolledBackVersions, turns: Sequence[Turn]) -> bool:
+    return any(is_within(version, ranges) for version in _versions_of(turns))

@@ -144,7 +144,7 @@ class TrainLoop:
             if self.coordinator is not None:
                 self.coordinator.restore_counters(kept)
         self.step, self.version = point.step, point.version
-        self._report_standing(held=False, again=True)
+        self._report_hold(False)
         self.report_stage("starting", begins=describe_resume(point, self.settings))
         self.watch.lap("start")
 
@@ -165,11 +165,12 @@ class TrainLoop:
         if self.stopping() or (limit is not None and self.step >= limit):
             return "stop"
         if (reason := self.leading.guard_hold() or self.hold()) is not None:
-            self._report_standing(held=True)
+            if not self._was_held:
+                self._report_hold(True)
             return self._held(reason)
         if self._was_held:
             self.leading.let_go_on()
-            self._report_standing(held=False)
+            self._report_hold(False)
         self.report_stage("waiting")
         self.batch = self.leading.next_batch(
             self.version, interrupted=lambda: self.pending.is_written or self.hold() is not None
@@ -178,11 +179,11 @@ class TrainLoop:
             return "train"
         return self._without_batch()
 
-    def _report_standing(self, *, held: bool, again: bool = False) -> None:
-        """Rank 0's, to who scrapes its metrics: as it changes, or `again`."""
-        if self.store is not None and (again or held != self._was_held):
-            self.sinks.stands(held=held, decisions=self.store.count_decisions())
-        self._was_held = held
+    def _report_hold(self, is_held: bool) -> None:
+        """Rank 0's, to who scrapes its metrics."""
+        if self.store is not None:
+            self.sinks.report_hold(is_held, self.store.count_decisions)
+        self._was_held = is_held
 
     def _held(self, reason: str) -> NextAction:
         """What was leased for a batch is given back; what was made is committed."""
@@ -322,7 +323,7 @@ class TrainLoop:
         self.watch.lap("checkpoint")
         self.pending.commit_saved()
         self._report_pending()
-        self._report_standing(held=self._was_held, again=True)
+        self._report_hold(self._was_held)  # somebody may have decided meanwhile
         self.watch.lap("commit")
 
     def _report_pending(self) -> None:

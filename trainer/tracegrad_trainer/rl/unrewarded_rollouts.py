@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tracegrad.events import Json
 from tracegrad.store import Store
@@ -41,8 +41,7 @@ class UnrewardedRollouts:
         self._asked = -ASK_EVERY_S
         self._last: tuple[float, str] | None = None  # end and id of the newest
         self._given: OrderedDict[str, None] = OrderedDict()
-        self._tasks: OrderedDict[tuple[str, int], None] = OrderedDict()  # looked at before
-        self._latest: set[tuple[str, int]] = set()  # since the last look
+        self._tasks: OrderedDict[tuple[str, int], None] = OrderedDict()  # and versions
 
     def take(self) -> list[list[UnrewardedRollout]]:
         """Some of those that nobody was given, as groups: the attempts at a task, or one. Asks the
@@ -50,7 +49,6 @@ class UnrewardedRollouts:
         if time.monotonic() - self._asked < self.ask_every_s:
             return []
         self._asked = time.monotonic()
-        self._remember_tasks()
         with self._store.reading() as connection:
             before = statements.server_time(connection) - self._after_s
             self._last = self._last or (before, "")
@@ -75,19 +73,17 @@ class UnrewardedRollouts:
             self._given.popitem(last=False)
         return list(groups.values())
 
-    def is_repeat(self, task_id: str | None, version: int) -> bool:
-        """Whether attempts of that version at the task were looked at before: they do alike, and
-        of those that end one after the other only the first ones are news."""
+    def new_versions(self, task_id: str | None, versions: Iterable[int]) -> set[int]:
+        """Of those whose attempts at a task were taken: the ones that were not asked for before.
+        Attempts do alike, and of those that end one after the other only the first ones are
+        news."""
         if task_id is None:
-            return False
-        self._latest.add((task_id, version))
-        return (task_id, version) in self._tasks
-
-    def _remember_tasks(self) -> None:
-        self._tasks.update(dict.fromkeys(self._latest))
-        self._latest.clear()
+            return set(versions)
+        found = {version for version in versions if (task_id, version) not in self._tasks}
+        self._tasks.update(dict.fromkeys((task_id, version) for version in found))
         while len(self._tasks) > _MOST_TASKS:
             self._tasks.popitem(last=False)
+        return found
 
     def was_given(self, rollout_id: str) -> bool:
         return rollout_id in self._given

@@ -30,7 +30,7 @@ from tracegrad.inspect.tree_layout import children_of
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.task_titles import input_text
-from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.text_format import format_count, format_duration, format_time
 
 _COLUMN = 10
@@ -124,10 +124,10 @@ def _outcome(detail: RolloutDetail) -> Text:
 
 def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     """Those of the whole rollout; a turn's stand with the turn."""
-    turns = len(agent_turn_indices(detail.turns))
+    known = agent_turn_indices(detail.turns)
     beside = 0
     for reward in detail.rewards:
-        if reward.turn is not None and -turns <= reward.turn < turns:
+        if turn_of_reward(reward, known) is not None:
             beside += 1
             continue
         text = reward_text(reward, detail)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rich.text import Text
@@ -22,7 +22,7 @@ from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_tex
 from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.store.types import COMPOSED_SOURCE
 from tracegrad.text_format import format_count, format_duration, format_time
 
@@ -172,14 +172,7 @@ def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
 def rewards_of_turn(index: int, detail: RolloutDetail) -> list[Reward]:
     """Given for this turn, in order of arrival."""
     known = agent_turn_indices(detail.turns)
-    return [r for r in detail.rewards if _turn_of(r, known) == index]
-
-
-def _turn_of(reward: Reward, known: Sequence[int]) -> int | None:
-    """The index of the turn that it is for; None: it is for none, or for one that is not there."""
-    if reward.turn is None or not -len(known) <= reward.turn < len(known):
-        return None
-    return known[reward.turn]
+    return [r for r in detail.rewards if turn_of_reward(r, known) == index]
 
 
 def reward_text(reward: Reward, detail: RolloutDetail) -> Text:

@@ -27,7 +27,7 @@ from tracegrad.proxy.otel.semconv.chat_completion import LlmCall, usage_of
 from tracegrad.proxy.otel.semconv.evaluations import result_attributes
 from tracegrad.proxy.otel.semconv.flat_attributes import EVENTS, STATUS_MESSAGE
 from tracegrad.store.copy.export_records import RolloutRecord
-from tracegrad.store.read.training_samples import agent_turn_indices
+from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 
 _SCOPE = InstrumentationScope("tracegrad")
 _NS = 1_000_000_000
@@ -42,9 +42,9 @@ def rollout_spans(copy: RolloutRecord) -> list[ReadableSpan]:
 
 def rewards_of_no_turn(copy: RolloutRecord) -> int:
     """How many are for turns that are not there: no span has them."""
-    turns = len(agent_turn_indices(copy.turns))
-    given = (each.turn for each in copy.rewards if each.value is not None)
-    return sum(turn is not None and not -turns <= turn < turns for turn in given)
+    known = agent_turn_indices(copy.turns)
+    given = (each for each in copy.rewards if each.value is not None and each.turn is not None)
+    return sum(turn_of_reward(each, known) is None for each in given)
 
 
 class _Trace:
@@ -165,10 +165,9 @@ class _Trace:
                 yield Event(name, {**given, **source}, round(reward.created_at * _NS))
 
     def _is_for(self, reward: Reward, place: int | None) -> bool:
-        if reward.turn is None or place is None:
-            return reward.turn is place
-        counted = self._counted
-        return -len(counted) <= reward.turn < len(counted) and counted[reward.turn] == place
+        if place is None:
+            return reward.turn is None
+        return turn_of_reward(reward, self._counted) == place
 
     def _span(
         self,

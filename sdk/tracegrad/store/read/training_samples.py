@@ -73,15 +73,22 @@ def turn_rewards(
     known = agent_turn_indices(turns)
     latest: dict[int, float] = {}
     for event in events:
-        if event.name != name or event.turn is None:
-            continue
-        if not -len(known) <= event.turn < len(known):
+        index = turn_of_reward(event, known)
+        if event.name != name or index is None:
             continue
         if event.value is None:
-            latest.pop(known[event.turn], None)
+            latest.pop(index, None)
         elif is_reward(event.value):
-            latest[known[event.turn]] = event.value
+            latest[index] = event.value
     return latest
+
+
+def turn_of_reward(reward: Reward, known: Sequence[int]) -> int | None:
+    """The index of the turn that it is for; None: it is for none, or for one that is not there.
+    `known`: `agent_turn_indices` of the rollout's turns."""
+    if reward.turn is None or not -len(known) <= reward.turn < len(known):
+        return None
+    return known[reward.turn]
 
 
 def agent_turn_indices(turns: Sequence[Turn]) -> list[int]:

@@ -111,12 +111,11 @@ def test_prometheus_is_scraped_over_http(tmp_path: Path) -> None:
 def test_how_training_stands_is_scraped(tmp_path: Path) -> None:
     sinks = MetricSinks.open(MetricsSettings(prometheus_port=0), tmp_path)
     try:
-        sinks.stands(held=False, decisions={("promote", "gate"): 7})
+        sinks.report_hold(False, lambda: {("promote", "gate"): 7})
         assert scraped(sinks)["tracegrad_trainer_held"] == 0
         for times in (1, 1, 3):
-            sinks.stands(
-                held=True, decisions={("promote", "gate"): 7, ("rollback", "guard"): times}
-            )
+            counts = {("promote", "gate"): 7, ("rollback", "guard"): times}
+            sinks.report_hold(True, lambda counts=counts: counts)  # type: ignore[misc]
         found = scraped(sinks)
     finally:
         sinks.close()

@@ -1,4 +1,5 @@
-"""What `trainer serve` prints while nothing trains: why, once, and again when that changes."""
+"""What commands print about ranks at work: why nothing trains, once and again when that changes,
+and which patterns of `batches.agents` and its like fit no turn, each once."""
 
 from __future__ import annotations
 
@@ -61,3 +62,27 @@ class WaitNotice:
         self._said = reason.kind
         self._say_at = now + LINES_S
         self._say(f"waiting: {reason.text}")
+
+
+def unmatched_patterns_of(state_dir: Path) -> dict[str, str]:
+    """By name, of batches and of live prompts, as those say that look at them. Ranks may have ended
+    by now; what is left of a worker is an earlier run's."""
+    ranks, worker = (read_state(state_dir, part) or {} for part in ("ranks", "resampling"))
+    prompts: dict[str, str] = worker.get("unmatched", {}) if worker.get("alive") else {}
+    batches: dict[str, str] = ranks.get("unmatched", {})
+    return prompts | batches
+
+
+class PatternNotice:
+    """Asked at every poll of the ranks."""
+
+    def __init__(self, state_dir: Path, say: Callable[[str], None]) -> None:
+        self._state_dir = state_dir
+        self._say = say
+        self._said: set[str] = set()
+
+    def tick(self) -> None:
+        for pattern, line in unmatched_patterns_of(self._state_dir).items():
+            if pattern not in self._said:
+                self._said.add(pattern)
+                self._say(line)

@@ -1,4 +1,5 @@
-"""`trainer serve` says why it waits once, and again when the reason is another."""
+"""`trainer serve` says why it waits once, and again when the reason is another; and a pattern that
+fits no turn, once."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tracegrad.store import StoreBusy
-from tracegrad_trainer.cli.wait_notice import LINES_S, PATIENCE_S, WaitNotice
+from tracegrad_trainer.cli.notices import LINES_S, PATIENCE_S, PatternNotice, WaitNotice
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.rl.wait_reason import WaitReason
 
@@ -88,3 +89,27 @@ def test_while_weights_are_pushed_nobody_waits(supervisor: Supervisor) -> None:
     supervisor.ranks.update(stage="pushing")
     assert supervisor.polls(100) == []
     assert supervisor.asked == 0
+
+
+def test_each_pattern_is_said_once_whatever_there_is_meanwhile(tmp_path: Path) -> None:
+    lines: list[str] = []
+    notice = PatternNotice(tmp_path, lines.append)
+    notice.tick()
+    ranks = RunState(tmp_path, "ranks")
+    ranks.update(stage="starting")
+    notice.tick()
+    assert lines == []
+    ranks.update(stage="waiting", unmatched={"a": "a fits no turn; there are: 'x'"})
+    notice.tick()
+    ranks.update(unmatched={"a": "a fits no turn; there are: 'x', 'y'", "b": "b fits no turn"})
+    notice.tick()
+    ranks.update(unmatched={})
+    notice.tick()
+    assert lines == ["a fits no turn; there are: 'x'", "b fits no turn"]
+
+
+def test_what_fits_no_live_prompt_is_said_too(tmp_path: Path) -> None:
+    lines: list[str] = []
+    RunState(tmp_path, "resampling").update(unmatched={"a": "a fits no turn"})
+    PatternNotice(tmp_path, lines.append).tick()
+    assert lines == ["a fits no turn"]
