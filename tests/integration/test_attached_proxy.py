@@ -167,7 +167,7 @@ def test_serve_trains_through_a_proxy_of_ones_own(
         run.wait(lambda: run.last_step() >= 1, SLOW_S)
         assert sampled_by(run, "first-0") == {0}
         evaluated = [row for row in rollouts(run) if row.tags.get(VERSION_TAG) == "0"]
-        assert len(evaluated) >= HELD_OUT, "the evaluator has the proxy's key"
+        assert len(evaluated) >= HELD_OUT, "no step before the evaluator, with the proxy's key, ran"
         assert all(row.held_out for row in evaluated)
         run.wait(lambda: history(run).records[1].evaluation is not None, SLOW_S)
 

@@ -44,6 +44,7 @@ GATE = "gate:held_out"
 CANARY_GATE = "gate:canary"
 # Of a version, for each of `max_rollouts`: what may be tried until it has a reward.
 _TRIES = 2
+_DONE = {"promote": "promoted", "rollback": "served again"}
 
 
 @dataclass(slots=True)
@@ -117,8 +118,8 @@ class PromotionGate:
             waiting = f"version {served.version} is being written to disk, to be promoted"
             return waiting if served.not_kept is None else None
         if history.promoted is None:
-            self._decide("promote", served.version, "the first version: there is none to compare")
-            return None
+            why = "the first version: there is none to compare"
+            return self._decide("promote", served.version, why)
         if history.same_weights(served.version, history.promoted):
             # A canary's baseline comes with it.
             return None if self._is_canary else self._gather_baseline(history)
@@ -175,9 +176,9 @@ class PromotionGate:
         promotes = settings.inconclusive == "promote" and candidate.rewards.count > 0
         if found.verdict == "regressed":
             assert history.promoted is not None
-            self._decide("rollback", history.promoted, f"version {served.version} {said}")
-        elif found.verdict == "improved" or promotes:
-            self._decide("promote", served.version, said)
+            return self._decide("rollback", history.promoted, f"version {served.version} {said}")
+        if found.verdict == "improved" or promotes:
+            return self._decide("promote", served.version, said)
         return None
 
     def _arms(self, history: VersionHistory, candidate: int) -> _Arms:
@@ -220,7 +221,9 @@ class PromotionGate:
             return f"promotion.canary_share = {self._settings.canary_share:g}"
         return " ".join(f"{key}={value}" for key, value in self._settings.tags.items())
 
-    def _decide(self, kind: Literal["promote", "rollback"], version: int, why: str) -> None:
+    def _decide(self, kind: Literal["promote", "rollback"], version: int, why: str) -> str:
+        """Why training is to wait until that is done: a step made meanwhile would be served before
+        the promoted version's own rollouts are gathered."""
         training = self._settings.regressed if kind == "rollback" else None
         self._store.decide(
             Decision(
@@ -231,6 +234,7 @@ class PromotionGate:
                 reason=why,
             )
         )
+        return f"version {version} is about to be {_DONE[kind]}: {why}"
 
 
 def describe(found: Comparison, baseline: int | None, what: str = "held-out rollouts") -> str:

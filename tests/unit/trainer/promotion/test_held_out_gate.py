@@ -73,6 +73,23 @@ def test_a_candidate_is_waited_for_from_its_push_on(run: ServedRun) -> None:
     assert "version 1 is" in str(run.control.hold())
 
 
+def test_no_step_is_made_between_a_verdict_and_what_comes_of_it(run: ServedRun) -> None:
+    """What is promoted has no rollouts yet to compare the next one with."""
+    for version, reward in ((0, 0.0), (1, 1.0)):
+        if version:
+            run.serve(version)
+        sample(run, version, [reward] * 40, "candidate", ago_s=60.0)
+        held = [str(run.control.hold())]
+        for _ in range(3 * GATE_EVERY_LOOKS):
+            run.control.look()
+            held.append(str(run.control.hold()))
+        assert any(f"version {version} is about to be promoted: " in why for why in held), held
+        assert f"version {version} is promoted, and gathers" in held[-1]
+        assert "None" not in held
+        sample(run, version, [reward] * 40, "baseline")
+        assert look(run) is None
+
+
 def baseline(run: ServedRun, rewards: list[float]) -> None:
     look(run)
     sample(run, 0, rewards)
