@@ -58,12 +58,15 @@ def sampling_params_of(body: Json) -> Json:
 def force_on_policy(body: Json) -> Json:
     """The call sampled from the model's own distribution, whatever its client wished.
 
-    What its answer is *for* stays: forced tools, response formats, stop strings, lengths.
+    What its answer is *for* stays: a tool that is forced by its name, response formats, stop
+    strings, lengths. That some tool must be called is not: the reply may have no call then.
     """
     free = {name: value for name, value in body.items() if name not in _BENDING}
     free["temperature"] = 1.0
     if isinstance(tools := body.get("tools"), list):
         free["tools"] = [without_strict(tool) for tool in tools]
+    if body.get("tool_choice") == "required":
+        free["tool_choice"] = "auto"
     return free
 
 

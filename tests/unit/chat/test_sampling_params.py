@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from support.chat.bent_sampling import BENT, FUNCTION, STRICT
 from tracegrad.chat.messages import render_options
@@ -119,12 +121,31 @@ ec_transfer_params repetition_detection stream_interval
     "wish",
     [
         {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+        {"tool_choice": "none"},
+        {"tool_choice": "auto"},
         {"stop": ["x"], "max_tokens": 5, "seed": 3},
     ],
 )
 def test_what_the_answer_is_for_stays(wish: dict[str, Any]) -> None:
     assert force_on_policy({**wish, "top_p": 0.5}) == {**wish, "temperature": 1.0}
+
+
+def test_that_some_tool_must_be_called_is_overruled() -> None:
+    asked = {"tools": [STRICT], "tool_choice": "required"}
+    free = force_on_policy(asked)
+    assert free["tool_choice"] == "auto"
+    assert untrainable_reason(free, sampling_params_of(free)) is None
+    assert asked["tool_choice"] == "required", "what the client sent stays"
+
+
+@given(st.sets(st.sampled_from(sorted(BENT))), st.sampled_from([None, "auto", "none", "required"]))
+def test_whatever_mixture_is_asked_for_can_be_trained(names: set[str], choice: str | None) -> None:
+    body = {name: BENT[name] for name in names} | ({"tool_choice": choice} if choice else {})
+    free = force_on_policy(body)
+    assert untrainable_reason(free, sampling_params_of(free)) is None
+    assert force_on_policy(free) == free
+    assert free.keys() - body.keys() <= {"temperature"}
 
 
 def test_strict_tools_do_not_change_the_conversation() -> None:

@@ -85,8 +85,8 @@ KEPT_AND_FREED: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
     ),
     "forced tool": (
         {"tools": [STRICT], "tool_choice": "required", "top_p": 0.9},
-        ["tool_choice"],
-        "top_p = 0.9 and strict tools",
+        [],
+        'top_p = 0.9, tool_choice = "required" and strict tools',
     ),
     "named tool and tokens": (
         {
@@ -132,3 +132,66 @@ def test_who_follows_the_advice_of_explain_is_trained(
         assert reason("free", "freed", body) == "constrained", "free alone does not help"
     if kept and freed:
         assert reason("as_asked", "left-out", followed) is not None
+
+
+HELLO = {"role": "user", "content": "Hello"}
+FLAT = {"type": "function", "name": "look", "parameters": SCHEMA}
+ANTHROPICS = {"name": "look", "input_schema": SCHEMA}
+GEMINIS_ONE = {"mode": "ANY", "allowedFunctionNames": ["look"]}
+GEMINIS = [{"functionDeclarations": [{"name": "look", "parameters": SCHEMA}, {"name": "touch"}]}]
+# Path, request, and its two choices: some tool, and this one.
+FORCED: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "chat": (
+        "v1/chat/completions",
+        {"model": MODEL, "messages": [HELLO], "tools": [TOOL]},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "look"}}},
+    ),
+    "responses": (
+        "v1/responses",
+        {"model": MODEL, "input": [HELLO], "tools": [FLAT]},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "name": "look"}},
+    ),
+    "responses of some tools": (
+        "v1/responses",
+        {"model": MODEL, "input": [HELLO], "tools": [FLAT]},
+        {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [FLAT]}},
+        {"tool_choice": {"type": "function", "name": "look"}},
+    ),
+    "messages": (
+        "v1/messages",
+        {"model": MODEL, "max_tokens": 9, "messages": [HELLO], "tools": [ANTHROPICS]},
+        {"tool_choice": {"type": "any"}},
+        {"tool_choice": {"type": "tool", "name": "look"}},
+    ),
+    "gemini": (
+        f"v1beta/models/{MODEL}:generateContent",
+        {"contents": [{"role": "user", "parts": [{"text": "Hello"}]}], "tools": GEMINIS},
+        {"toolConfig": {"functionCallingConfig": {"mode": "ANY"}}},
+        {"toolConfig": {"functionCallingConfig": GEMINIS_ONE}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_a_call_of_some_tool_is_overruled_and_that_of_one_by_name_is_not(
+    sampling: Callable[[str], Any],
+    engine: MockEngine,
+    turns: Callable[..., list[Turn]],
+    case: str,
+) -> None:
+    path, body, some, one = FORCED[case]
+    with sampling("free") as http:
+        http.post(f"/rollouts/some/{path}", json={**body, **some}).raise_for_status()
+        assert engine.requests[-1]["tool_choice"] == "auto"
+        http.post(f"/rollouts/one/{path}", json={**body, **one}).raise_for_status()
+        assert engine.requests[-1]["tool_choice"]["function"] == {"name": "look"}
+    with sampling("as_asked") as http:
+        http.post(f"/rollouts/asked/{path}", json={**body, **some}).raise_for_status()
+        assert engine.requests[-1]["tool_choice"] == "required"
+    [turn] = turns("some")
+    assert turn.untrainable is None
+    assert turn.request is not None
+    assert some.items() <= turn.request.items(), "what the client sent stays"
+    assert [turn.untrainable for turn in turns("one") + turns("asked")] == ["constrained"] * 2
