@@ -10,15 +10,12 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import threading
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from contextlib import suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from collections.abc import Awaitable, Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
 from tracegrad import context
+from tracegrad.import_hook import ImportHook
 from tracegrad.protocol import AGENT_HEADER, API_KEY_PREFIX, ROLLOUT_ATTRIBUTE, STATE_HEADER
 from tracegrad.signal_errors import is_of_signal_handler
 
@@ -36,8 +33,7 @@ def install() -> None:
     Called whenever a rollout or a traced call begins: no library is imported for its sake, and one
     whose import by another thread had begun before the first call is found at a later one.
     """
-    if _on_import not in sys.meta_path:
-        sys.meta_path.insert(0, _on_import)
+    _on_import.install()
     for library, wrap in _WRAPPERS.items():
         if (module := sys.modules.get(library)) is not None:
             _safely(wrap, module)
@@ -93,56 +89,12 @@ _WRAPPERS: dict[str, Callable[[Any], None]] = {
 }
 
 
-class _OnImport(MetaPathFinder):
-    """Wraps a library as soon as it is imported: the agent may do so inside of its rollout."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        # Another finder may ask all finders in its turn, this one too.
-        if name not in _WRAPPERS or name in _searching.names:
-            return None
-        _searching.names.add(name)
-        try:
-            return self._found(name, path, target)
-        finally:
-            _searching.names.discard(name)
-
-    def _found(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None and (spec := find(name, path, target)):
-                _safely(_wrap_when_loaded, spec)
-                return spec  # type: ignore[no-any-return]
-        return None
+def _wrap_safely(wrap: Callable[[Any], None]) -> Callable[[ModuleType], None]:
+    return lambda module: _safely(wrap, module)
 
 
-class _Searching(threading.local):
-    """Modules that this thread is looking for."""
-
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-
-
-_searching = _Searching()
-_on_import = _OnImport()
-
-
-def _wrap_when_loaded(spec: ModuleSpec) -> None:
-    loader: Any = spec.loader
-    load = getattr(loader, "exec_module", None)
-    if load is None:
-        return
-
-    def exec_module(module: ModuleType) -> None:
-        with suppress(AttributeError):
-            del loader.exec_module  # the loader is its own again
-        load(module)
-        _safely(_WRAPPERS[spec.name], module)
-
-    loader.exec_module = exec_module
+# The agent may import a library inside of its rollout.
+_on_import = ImportHook({name: _wrap_safely(wrap) for name, wrap in _WRAPPERS.items()})
 
 
 def replace_method(

@@ -32,6 +32,7 @@ FLOORS = {
     "tracegrad.pass_at_k": -1,
     "tracegrad.sized_cache": -1,
     "tracegrad.frameworks": -1,
+    "tracegrad.import_hook": -1,
     "tracegrad.genai_attributes": -1,
     "tracegrad.events": 0,
     "tracegrad.turn_scopes": 0,
