@@ -68,23 +68,54 @@ class RolloutSpanProcessor(SpanProcessor):
                 rollout.may_have_calls = True
 
     def on_end(self, span: ReadableSpan) -> None:
-        if not span.attributes or ROLLOUT_ATTRIBUTE not in span.attributes:
-            return
-        try:
-            size = _size(span)
-            truncated = size is not None and size > MAX_SPAN_BYTES
-            plain = span if size is not None and not truncated else _copy(span, cut=truncated)
-            protobuf = _encode(plain).SerializeToString()
-        except Exception as error:
-            self._exporter.drop("unencodable")
-            if is_of_signal_handler(error):
-                raise
-            _log.warning("tracegrad could not encode a span", exc_info=True)
-            return
-        self._exporter.put_span(protobuf, truncated=truncated)
+        if span.attributes and ROLLOUT_ATTRIBUTE in span.attributes:
+            _export(span, self._exporter)
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.flush(timeout_millis / 1e3)
+
+
+class CalledSpanProcessor(SpanProcessor):
+    """Exports the spans that come of another process's calls: those whose parent is there, and
+    those below them. No rollout is known here; the proxy knows whose their trace is.
+
+    What is inside of a rollout of this process is `RolloutSpanProcessor`'s.
+    """
+
+    def __init__(self, to: EventExporter) -> None:
+        self._exporter = to
+        self._open: set[int] = set()  # ids of spans
+
+    def on_start(self, span: SdkSpan, parent_context: otel_context.Context | None = None) -> None:
+        parent = span.parent
+        if parent is None or context.current() is not None:
+            return
+        if parent.is_remote or parent.span_id in self._open:
+            self._open.add(span.get_span_context().span_id)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        span_id = span.context.span_id if span.context is not None else None
+        if span_id in self._open:
+            self._open.discard(span_id)
+            _export(span, self._exporter)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.flush(timeout_millis / 1e3)
+
+
+def _export(span: ReadableSpan, to: EventExporter) -> None:
+    try:
+        size = _size(span)
+        truncated = size is not None and size > MAX_SPAN_BYTES
+        plain = span if size is not None and not truncated else _copy(span, cut=truncated)
+        protobuf = _encode(plain).SerializeToString()
+    except Exception as error:
+        to.drop("unencodable")
+        if is_of_signal_handler(error):
+            raise
+        _log.warning("tracegrad could not encode a span", exc_info=True)
+        return
+    to.put_span(protobuf, truncated=truncated)
 
 
 def _encode(span: ReadableSpan) -> ExportTraceServiceRequest:
@@ -221,6 +252,8 @@ _tracers: WeakKeyDictionary[TracerProvider, trace.Tracer] = WeakKeyDictionary()
 def tracer(url: str) -> trace.Tracer:
     """The tracer whose spans reach the proxy at `url`."""
     with _lock:
+        if _make_global_next:
+            make_global(url)
         provider = provider_of(url)
         if (found := _tracers.get(provider)) is None:
             found = _tracers[provider] = provider.get_tracer(_TRACER)
@@ -248,13 +281,38 @@ def provider_of(url: str) -> TracerProvider:
         return _private[url]
 
 
+_make_global_next = False  # at the next span of ours
+
+
+def make_global_with_first_rollout() -> None:
+    """As `make_global`, once a rollout begins: until then the agent may set up its own."""
+    global _make_global_next
+    _make_global_next = True
+
+
 def make_global(url: str) -> None:
     """For libraries that ask for the process's provider and take no other: where the process has
     none, the private one becomes that. The agent cannot set up its own any more: OpenTelemetry
     takes one for a process."""
+    global _make_global_next
+    _make_global_next = False
     provider = provider_of(url)
     if trace.get_tracer_provider() is not provider:
         trace.set_tracer_provider(provider)
+
+
+_serving: WeakSet[TracerProvider] = WeakSet()  # whose spans of other processes' calls reach a proxy
+
+
+def serve(url: str) -> None:
+    """For a server whose library makes spans for the process's provider: those of calls from
+    rollouts in other processes reach the proxy."""
+    with _lock:
+        provider = provider_of(url)
+        if provider not in _serving:
+            provider.add_span_processor(CalledSpanProcessor(exporter(url)))
+            _serving.add(provider)
+    make_global(url)
 
 
 class FollowingTracerProvider(trace.TracerProvider):

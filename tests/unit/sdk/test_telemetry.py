@@ -235,6 +235,36 @@ def test_the_agents_own_provider_is_joined_whenever_it_comes(proxy: FakeProxy) -
     assert theirs["first"][0] == theirs["request"][1]
 
 
+def test_a_server_sends_what_comes_of_another_process_s_calls(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made_global: list[object] = []
+    monkeypatch.setattr(otel, "set_tracer_provider", made_global.append)
+    telemetry.serve(proxy.url)
+    telemetry.serve(proxy.url)
+    provider = telemetry.provider_of(proxy.url)
+    assert set(made_global) == {provider}
+    tracer = provider.get_tracer("server")
+    caller = otel.SpanContext(7, 8, is_remote=True, trace_flags=otel.TraceFlags(1))
+    around = otel.set_span_in_context(otel.NonRecordingSpan(caller))
+    with (
+        tracer.start_as_current_span("tools/call", context=around),
+        tracer.start_as_current_span("read"),
+    ):
+        pass
+    with tracer.start_as_current_span("of nobody's call"), tracer.start_as_current_span("below"):
+        pass
+    with rollout(agent="a") as r, tracer.start_as_current_span("step", context=around):
+        pass
+    spans = {span.name: span for span in proxy.spans()}
+    assert sorted(span.name for span in proxy.spans()) == ["a", "read", "step", "tools/call"]
+    call, read = spans["tools/call"], spans["read"]
+    assert int.from_bytes(call.trace_id, "big") == int.from_bytes(read.trace_id, "big") == 7
+    assert int.from_bytes(call.parent_span_id, "big") == 8
+    assert read.parent_span_id == call.span_id
+    assert (rollout_of(call), rollout_of(spans["step"])) == (None, r.id)
+
+
 def test_flush_returns_whether_everything_left(
     free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
