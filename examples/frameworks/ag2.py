@@ -1,6 +1,7 @@
-"""An agent of AG2, which makes its own spans.
+"""An agent of AG2.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/ag2.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/ag2.py
 """
 
 import asyncio
@@ -11,11 +12,8 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 from ag2 import Agent, tool
 from ag2.config import OpenAIConfig
-from ag2.middleware import TelemetryMiddleware  # 4
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 @tool
@@ -24,15 +22,10 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = OpenAIConfig(model=os.environ.get("MODEL", "policy"))
-    agent = Agent(
-        "forecaster",
-        config=model,
-        tools=[weather],
-        middleware=[TelemetryMiddleware(agent_name="forecaster")],  # 5
-    )
+    agent = Agent("forecaster", config=model, tools=[weather])
     return asyncio.run(_run(agent, question))
 
 

@@ -1,6 +1,7 @@
 """An agent of Microsoft's Agent Framework.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/agent_framework.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/agent_framework.py
 """
 
 import asyncio
@@ -12,9 +13,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 from agent_framework import Agent
 from agent_framework.openai import OpenAIChatCompletionClient
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -22,7 +21,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     client = OpenAIChatCompletionClient(
         os.environ.get("MODEL", "policy"), base_url=os.environ["OPENAI_BASE_URL"]

@@ -1,6 +1,7 @@
 """Anthropic's SDK: a loop of one's own around Messages.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/anthropic.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/anthropic.py
 """
 
 import os
@@ -10,9 +11,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 import anthropic
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -26,7 +25,7 @@ WEATHER = {
 }
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     client = anthropic.Anthropic()
     messages = [{"role": "user", "content": question}]

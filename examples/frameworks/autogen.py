@@ -1,6 +1,7 @@
 """AutoGen's AssistantAgent.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/autogen.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/autogen.py
 """
 
 import asyncio
@@ -9,9 +10,7 @@ import os
 from autogen_agentchat.agents import AssistantAgent
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -19,7 +18,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     return asyncio.run(_run(question))
 
@@ -40,7 +39,7 @@ async def _run(question: str) -> str:
         model,
         tools=[weather],
         # `reflect_on_tool_use` would leave the tools out of the second call, which forks.
-        max_tool_iterations=3,  # 4
+        max_tool_iterations=3,  # 3
     )
     return str((await agent.run(task=question)).messages[-1].content)
 

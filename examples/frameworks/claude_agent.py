@@ -1,17 +1,16 @@
 """Anthropic's Agent SDK: the Claude Code CLI that it brings along, with a tool of one's own.
 
-`query` is imported behind `instrument()`, which puts another function there.
+`query` is imported behind tracegrad, which has another function put there.
 
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/claude_agent.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/claude_agent.py
 """
 
 import asyncio
 import os
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 from claude_agent_sdk import ClaudeAgentOptions, create_sdk_mcp_server, query, tool
 
@@ -31,7 +30,7 @@ OPTIONS = ClaudeAgentOptions(
 )
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 async def solve(question: str) -> str:
     messages = query(prompt=question, options=OPTIONS)
     return [getattr(message, "result", None) async for message in messages][-1] or ""

@@ -3,7 +3,8 @@
 The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
 
 export CREWAI_DISABLE_TELEMETRY=true CREWAI_TRACING_ENABLED=false
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/crewai.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/crewai.py
 """
 
 import os
@@ -14,9 +15,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 @tool("weather")
@@ -25,7 +24,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = LLM(
         "openai/" + os.environ.get("MODEL", "policy"), base_url=os.environ["OPENAI_BASE_URL"]

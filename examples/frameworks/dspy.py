@@ -1,6 +1,7 @@
 """A program of DSPy: ChainOfThought.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/dspy.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/dspy.py
 """
 
 import os
@@ -10,17 +11,15 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 import dspy
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = dspy.LM(
         "openai/" + os.environ.get("MODEL", "policy"),
         # With its cache the second attempt would be the first one's answer.
-        cache=False,  # 4
+        cache=False,  # 3
     )
     with dspy.context(lm=model):
         return str(dspy.ChainOfThought("question -> answer")(question=question).answer)

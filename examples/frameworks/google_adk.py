@@ -1,6 +1,7 @@
 """An agent of Google's ADK, which speaks Gemini's dialect.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/google_adk.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/google_adk.py
 """
 
 import asyncio
@@ -10,9 +11,7 @@ from google.adk.agents import Agent
 from google.adk.models import Gemini
 from google.adk.runners import InMemoryRunner
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -20,7 +19,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = Gemini(model=os.environ.get("MODEL", "policy"))
     forecaster = Agent(name="forecaster", model=model, tools=[weather])

@@ -1,6 +1,7 @@
 """LangChain's create_agent, and a LangGraph of two such sub-agents: a forecaster and a writer.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/langgraph.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/langgraph.py
 """
 
 import os
@@ -12,9 +13,7 @@ from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 from langgraph.graph import END, START, MessagesState, StateGraph
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -22,7 +21,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = ChatOpenAI(model=os.environ.get("MODEL", "policy"))
     graph = StateGraph(MessagesState)

@@ -2,7 +2,8 @@
 
 The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its temperature is 0.1.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/llama_index.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/llama_index.py
 """
 
 import asyncio
@@ -14,9 +15,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.llms.openai_like import OpenAILike
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -24,7 +23,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = OpenAILike(
         model=os.environ.get("MODEL", "policy"),

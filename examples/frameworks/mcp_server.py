@@ -1,18 +1,12 @@
 """An MCP server with one tool, which mcp_tools.py starts.
 
-From MCP 2 on it makes a span of each call, child of the caller's. The numbered lines send them to
-the address in OTEL_EXPORTER_OTLP_ENDPOINT.
+From MCP 2 on it makes a span of each call, child of the caller's. With TRACEGRAD_INSTRUMENT=mcp the
+numbered line sends them to the proxy.
 """
 
 from mcp.server import MCPServer
-from opentelemetry import trace  # 1
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # 2
-from opentelemetry.sdk.trace import TracerProvider  # 3
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # 4
 
-provider = TracerProvider()  # 5
-provider.add_span_processor(SimpleSpanProcessor(OTLPSpanExporter()))  # 6
-trace.set_tracer_provider(provider)  # 7
+import tracegrad  # 1
 
 server = MCPServer("forecasts")
 

@@ -1,6 +1,7 @@
 """An agent of OpenAI's Agents SDK whose tools are those of an MCP server, in a process of its own.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/mcp_tools.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/mcp_tools.py
 """
 
 import asyncio
@@ -11,21 +12,19 @@ from pathlib import Path
 from agents.mcp import MCPServerStdio
 
 from agents import Agent, Runner
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 SERVER = {
     "command": sys.executable,
     "args": [str(Path(__file__).with_name("mcp_server.py"))],
     # An MCP client gives a server none of its own environment.
-    "env": {"OTEL_EXPORTER_OTLP_ENDPOINT": os.environ["TRACEGRAD_URL"]},  # 4
+    "env": {**os.environ, "TRACEGRAD_INSTRUMENT": "mcp"},  # 3
 }
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 async def solve(question: str) -> str:
-    async with MCPServerStdio(SERVER) as tools:
+    async with MCPServerStdio(SERVER, client_session_timeout_seconds=60) as tools:
         model = os.environ.get("MODEL", "policy")
         agent = Agent(name="forecaster", model=model, mcp_servers=[tools])
         return str((await Runner.run(agent, question)).final_output)

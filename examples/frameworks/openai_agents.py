@@ -2,15 +2,14 @@
 
 The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/openai_agents.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/openai_agents.py
 """
 
 import os
 
 from agents import Agent, Runner, function_tool
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 MODEL = os.environ.get("MODEL", "policy")
 
@@ -24,7 +23,7 @@ def weather(city: str) -> str:
 forecaster = Agent(name="forecaster", model=MODEL, tools=[weather])
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     return str(Runner.run_sync(forecaster, question).final_output)
 

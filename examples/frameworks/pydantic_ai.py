@@ -2,7 +2,8 @@
 
 The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: its tools are strict.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/pydantic_ai.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/pydantic_ai.py
 """
 
 import os
@@ -12,9 +13,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 from pydantic_ai import Agent
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 def weather(city: str) -> str:
@@ -22,7 +21,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = "openai-chat:" + os.environ.get("MODEL", "policy")
     agent = Agent(model, name="forecaster", tools=[weather])

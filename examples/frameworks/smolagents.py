@@ -1,6 +1,9 @@
 """A ToolCallingAgent of smolagents.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/smolagents.py
+The proxy is served with TRACEGRAD_PROXY_SAMPLING=free: it asks for a tool call in every reply.
+
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/smolagents.py
 """
 
 import os
@@ -10,9 +13,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 @tool
@@ -25,13 +26,9 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
-    model = OpenAIModel(
-        os.environ.get("MODEL", "policy"),
-        # "required", which is the default, bends what the model samples.
-        tool_choice="auto",  # 4
-    )
+    model = OpenAIModel(os.environ.get("MODEL", "policy"))
     agent = ToolCallingAgent(tools=[weather], model=model, name="forecaster", verbosity_level=0)
     return str(agent.run(question))
 

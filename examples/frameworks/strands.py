@@ -1,6 +1,7 @@
 """An agent of Strands.
 
-TRACEGRAD_URL=http://127.0.0.1:4141 python examples/frameworks/strands.py
+export TRACEGRAD_URL=http://127.0.0.1:4141 TRACEGRAD_INSTRUMENT=1
+python examples/frameworks/strands.py
 """
 
 import os
@@ -11,9 +12,7 @@ sys.path.pop(0)  # this file has the name of the package that it imports
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 
-from tracegrad import instrument, trace  # 1
-
-print("spans of:", *instrument())  # 2
+from tracegrad import trace  # 1
 
 
 @tool
@@ -22,7 +21,7 @@ def weather(city: str) -> str:
     return f"Rain in {city}."
 
 
-@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 3
+@trace(environ=True, reward=lambda answer: "rain" in answer.lower())  # 2
 def solve(question: str) -> str:
     model = OpenAIModel(model_id=os.environ.get("MODEL", "policy"))
     agent = Agent(model=model, name="forecaster", tools=[weather], callback_handler=None)

@@ -11,9 +11,11 @@
         r.reward(0.5)
 
 LLM calls to the proxy at TRACEGRAD_URL (default http://127.0.0.1:4141) that are made meanwhile
-belong to the rollout. Importing starts nothing and reaches for no network.
+belong to the rollout. Importing starts nothing and reaches for no network. Where
+TRACEGRAD_INSTRUMENT is set, it turns on the spans of agent frameworks, as `instrument()` does.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from tracegrad.context import Rollout, tags
@@ -64,3 +66,8 @@ __all__ = [
     "turn",
     "wait_for_intake",
 ]
+
+if os.environ.get("TRACEGRAD_INSTRUMENT"):
+    from tracegrad.instrument_variable import follow_instrument_variable
+
+    follow_instrument_variable()

@@ -35,6 +35,11 @@ SDK_VARIABLES = {
         default="0",
         what="1: every rollout of this process is held out: for evaluation, and never trained",
     ),
+    "TRACEGRAD_INSTRUMENT": Variable(
+        default="0",
+        what="1: the spans of each installed agent framework are turned on where it is imported, as"
+        " `instrument()` does; or names of frameworks, with commas between",
+    ),
     "TRACEGRAD_JOURNAL": Variable(
         default="$XDG_STATE_HOME/tracegrad/journal, else ~/.local/state/tracegrad/journal",
         what="folder of the events that have not reached the proxy yet",

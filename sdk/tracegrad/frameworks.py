@@ -46,6 +46,7 @@ class Framework:
         name: what `instrument()` takes and returns.
         title: as its makers write it.
         packages: any of these distributions is the framework.
+        modules: of what they install; where any of these is imported, the framework is in use.
         aliases: other names that `instrument()` takes for it.
         instrumentors: distributions that hold an instrumentor for it (entry points of the group
             `opentelemetry_instrumentor`); of several that are installed the first one is taken.
@@ -53,10 +54,8 @@ class Framework:
         native_from: the major version from which it does, and instrumentors are left alone; 0: an
             instrumentor that is installed goes before.
         needs_global: its own spans go to the process's tracer provider, and to no other.
-        needs_in_program: a class that the program itself must hand to its agents, or there are no
-            spans of them, and how; None: `instrument()` is enough. Of `native_from` on.
-        is_addon: it makes no spans: its instrumentor carries their context to other processes. It
-            is turned on beside what makes spans, and is not among the names that are returned.
+        is_addon: it carries the context of spans to other processes, where its servers make some.
+            It is turned on beside what makes spans, and is not among the names that are returned.
         is_client: it calls models and has no agents. Its spans would only repeat what the proxy
             records, so it is left alone beside a framework, unless it is named.
         silenced_by: variables that turn its spans off, and the values that do, in lower case.
@@ -66,12 +65,12 @@ class Framework:
     name: str
     title: str
     packages: tuple[str, ...]
+    modules: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     instrumentors: tuple[str, ...] = ()
     native: bool = False
     native_from: int = 0
     needs_global: bool = False
-    needs_in_program: tuple[str, str] | None = None
     is_addon: bool = False
     is_client: bool = False
     silenced_by: tuple[tuple[str, tuple[str, ...]], ...] = ()
@@ -82,17 +81,12 @@ class Framework:
 _TRUE, _YES = ("1", "true"), ("1", "true", "yes", "on")
 
 FREE_SAMPLING = "TRACEGRAD_PROXY_SAMPLING=free"
-_OUTPUT_TYPE = Trap(
-    "An `output_type` is a response format, or a forced tool.",
-    "Parse the answer yourself, where its turns are to be trained.",
-    "constrained",
-)
-
 FRAMEWORKS: tuple[Framework, ...] = (
     Framework(
         name="langchain",
         title="LangChain and LangGraph",
         packages=("langchain-core",),
+        modules=("langchain_core",),
         aliases=("langgraph",),
         instrumentors=(
             "openinference-instrumentation-langchain",
@@ -113,6 +107,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="openai-agents",
         title="OpenAI Agents SDK",
         packages=("openai-agents",),
+        modules=("agents",),
         instrumentors=(
             "openinference-instrumentation-openai-agents",
             "opentelemetry-instrumentation-genai-openai-agents",
@@ -133,7 +128,11 @@ FRAMEWORKS: tuple[Framework, ...] = (
                 f"`@function_tool(strict_mode=False)`, or `{FREE_SAMPLING}`.",
                 "constrained",
             ),
-            _OUTPUT_TYPE,
+            Trap(
+                "An `output_type` is a response format.",
+                "Parse the answer yourself, where its turns are to be trained.",
+                "constrained",
+            ),
             Trap(
                 "It reports traces to its vendor.",
                 "OpenInference's instrumentor takes that exporter away. Without it:"
@@ -145,6 +144,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="pydantic-ai",
         title="Pydantic AI",
         packages=("pydantic-ai-slim", "pydantic-ai"),
+        modules=("pydantic_ai",),
         native=True,
         traps=(
             Trap(
@@ -152,13 +152,19 @@ FRAMEWORKS: tuple[Framework, ...] = (
                 f"`Tool(f, strict=False)`, or `{FREE_SAMPLING}`.",
                 "constrained",
             ),
-            _OUTPUT_TYPE,
+            Trap(
+                "An `output_type` is a tool that must be called, or a response format.",
+                f"`{FREE_SAMPLING}` leaves the tool to the model. For a response format: parse the"
+                " answer yourself, where its turns are to be trained.",
+                "constrained",
+            ),
         ),
     ),
     Framework(
         name="crewai",
         title="CrewAI",
         packages=("crewai",),
+        modules=("crewai",),
         instrumentors=(
             "openinference-instrumentation-crewai",
             "opentelemetry-instrumentation-crewai",
@@ -200,6 +206,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="smolagents",
         title="smolagents",
         packages=("smolagents",),
+        modules=("smolagents",),
         instrumentors=(
             "openinference-instrumentation-smolagents",
             "opentelemetry-instrumentation-genai-smolagents",
@@ -207,7 +214,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
         traps=(
             Trap(
                 "`ToolCallingAgent` asks for `tool_choice=required`.",
-                '`OpenAIModel(…, tool_choice="auto")`; `CodeAgent` asks for none.',
+                f'`{FREE_SAMPLING}`, or `OpenAIModel(…, tool_choice="auto")`; `CodeAgent` asks for'
+                " none.",
                 "constrained",
             ),
             Trap(
@@ -220,6 +228,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="dspy",
         title="DSPy",
         packages=("dspy", "dspy-ai"),
+        modules=("dspy",),
         instrumentors=(
             "openinference-instrumentation-dspy",
             "opentelemetry-instrumentation-genai-dspy",
@@ -240,6 +249,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="strands",
         title="Strands Agents",
         packages=("strands-agents",),
+        modules=("strands",),
         native=True,
         needs_global=True,
     ),
@@ -247,6 +257,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="agent-framework",
         title="Microsoft Agent Framework",
         packages=("agent-framework-core", "agent-framework"),
+        modules=("agent_framework",),
         native=True,
         needs_global=True,
     ),
@@ -254,6 +265,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="llama-index",
         title="LlamaIndex",
         packages=("llama-index-core",),
+        modules=("llama_index.core",),
         instrumentors=(
             "openinference-instrumentation-llama-index",
             "opentelemetry-instrumentation-genai-llama-index",
@@ -270,6 +282,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="google-adk",
         title="Google ADK",
         packages=("google-adk",),
+        modules=("google.adk",),
         instrumentors=("openinference-instrumentation-google-adk",),
         native=True,
         needs_global=True,
@@ -278,6 +291,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="autogen",
         title="AutoGen",
         packages=("autogen-agentchat",),
+        modules=("autogen_agentchat",),
         instrumentors=("openinference-instrumentation-autogen-agentchat",),
         traps=(
             Trap(
@@ -291,18 +305,15 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="ag2",
         title="AG2",
         packages=("ag2",),
+        modules=("ag2", "autogen"),
         instrumentors=("openinference-instrumentation-ag2",),
         native=True,
         native_from=1,
         needs_global=True,
-        needs_in_program=(
-            "TelemetryMiddleware",
-            "Agent(..., middleware=[TelemetryMiddleware(agent_name=...)]), from ag2.middleware",
-        ),
         traps=(
             Trap(
-                "From 1.0 on an agent makes spans if it is told to.",
-                "`Agent(…, middleware=[TelemetryMiddleware(agent_name=…)])` (`ag2.middleware`).",
+                "From 1.0 on only agents that have AG2's own `TelemetryMiddleware` make spans.",
+                "None: those that are made from then on are handed it, unless they have one.",
             ),
         ),
     ),
@@ -310,6 +321,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="claude-agent-sdk",
         title="Claude Agent SDK",
         packages=("claude-agent-sdk",),
+        modules=("claude_agent_sdk",),
         instrumentors=("openinference-instrumentation-claude-agent-sdk",),
         reports=(
             Report(
@@ -329,9 +341,9 @@ FRAMEWORKS: tuple[Framework, ...] = (
                 "None: the proxy takes it out, as vLLM does.",
             ),
             Trap(
-                "`from claude_agent_sdk import query` before `instrument()` keeps the function"
+                "`from claude_agent_sdk import query` before it is instrumented keeps the function"
                 " without spans.",
-                "`claude_agent_sdk.query(…)`, or import it later.",
+                "Import tracegrad first, or call `claude_agent_sdk.query(…)`.",
             ),
             Trap(
                 "Its first prompt holds 40 KB or more.",
@@ -343,13 +355,17 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="mcp",
         title="MCP",
         packages=("mcp",),
+        modules=("mcp",),
         instrumentors=("openinference-instrumentation-mcp",),
+        native=True,
+        native_from=2,
         is_addon=True,
     ),
     Framework(
         name="anthropic",
         title="Anthropic SDK",
         packages=("anthropic",),
+        modules=("anthropic",),
         instrumentors=(
             "openinference-instrumentation-anthropic",
             "opentelemetry-instrumentation-genai-anthropic",
@@ -361,6 +377,7 @@ FRAMEWORKS: tuple[Framework, ...] = (
         name="openai",
         title="OpenAI SDK",
         packages=("openai",),
+        modules=("openai",),
         instrumentors=(
             "openinference-instrumentation-openai",
             "opentelemetry-instrumentation-genai-openai",

@@ -1,8 +1,8 @@
 """`tracegrad.instrument()`: turns on the spans of the agent frameworks that are installed.
 
-Nothing here wraps a framework. Where OpenInference or OpenTelemetry has an instrumentor, that is
-turned on; where a framework makes spans itself, they are read. A framework is found by its
-distribution, without an import; an instrumentor imports the framework that it is for.
+Where OpenInference or OpenTelemetry has an instrumentor, that is turned on; where a framework makes
+spans itself, they are read. A framework is found by its distribution, without an import; an
+instrumentor imports the framework that it is for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tracegrad import context
+from tracegrad.ag2_spans import hand_to_agents
 from tracegrad.frameworks import FRAMEWORKS, Framework, by_name
 from tracegrad.openai_agents_traces import exports_to_its_vendor
 from tracegrad.serializer import error_line
@@ -37,7 +38,8 @@ def instrument(*names: str) -> list[str]:
 
     Spans go through the tracer provider that the process has, and those of rollouts also to the
     proxy. Strands, AG2, Agent Framework and (without OpenInference) ADK know no other than the
-    process's: where it has none, it gets one that only the proxy hears. Set up your own before.
+    process's: where it has none when the first rollout begins, it gets one that only the proxy
+    hears. A server of MCP, which opens no rollout, gets it here (`instrument("mcp")`).
 
     Whatever goes wrong with a framework or with its instrumentor is a warning, once, with what to
     do about it. Calling it again does nothing more.
@@ -47,24 +49,13 @@ def instrument(*names: str) -> list[str]:
             where several are installed, and one is used, name it.
 
     Returns:
-        The names of those that make spans now, whoever turned them on. MCP makes none: its
-        instrumentor carries the context of other spans.
+        The names of those that make spans of agents now, whoever turned them on. MCP is none: it
+        carries the context of other spans.
 
     Raises:
         ValueError: a name that is no framework's; or TRACEGRAD_URL is not what it must be.
     """
     url = context.proxy_url()
-    wanted = _wanted(names)
-    turned_on = [each for each in wanted if _guarded(each, url, named=bool(names))]
-    on = [each.name for each in turned_on if not each.is_addon]
-    for each in wanted:
-        _say_what_it_reports(each)
-    if on and (os.environ.get("OTEL_SDK_DISABLED") or "").strip().lower() == "true":
-        _warn("OTEL_SDK_DISABLED=true turns all spans of OpenTelemetry off: unset it")
-    return on
-
-
-def _wanted(names: Iterable[str]) -> list[Framework]:
     known = by_name()
     for name in names:
         if name not in known:
@@ -72,9 +63,31 @@ def _wanted(names: Iterable[str]) -> list[Framework]:
                 f"instrument({name!r}): no framework that is known here; give one of"
                 f" {', '.join(sorted(known))}, or none for all that are installed"
             )
-    if names:
-        return list(dict.fromkeys(known[name] for name in names))
-    installed = [each for each in FRAMEWORKS if _find(each.packages) is not None]
+    wanted = list(dict.fromkeys(known[name] for name in names)) or installed_frameworks()
+    turned_on = turn_on(wanted, url, named=bool(names))
+    return [each.name for each in turned_on if not each.is_addon]
+
+
+def turn_on(wanted: Iterable[Framework], url: str, *, named: bool) -> list[Framework]:
+    """Those that are on now; of the others a warning says why. `named`: somebody asked for them,
+    and not for what is installed."""
+    wanted = list(wanted)
+    on = [each for each in wanted if _guarded(each, url, named=named)]
+    for each in wanted:
+        _say_what_it_reports(each)
+    makes_spans = any(not each.is_addon for each in on)
+    if makes_spans and (os.environ.get("OTEL_SDK_DISABLED") or "").strip().lower() == "true":
+        warn_once("OTEL_SDK_DISABLED=true turns all spans of OpenTelemetry off: unset it")
+    return on
+
+
+def is_installed(framework: Framework) -> bool:
+    return _find(framework.packages) is not None
+
+
+def installed_frameworks() -> list[Framework]:
+    """What is turned on where none is named."""
+    installed = [each for each in FRAMEWORKS if is_installed(each)]
     # A framework's spans say what those of the client below it would say, and more.
     addons = [each for each in installed if each.is_addon]
     clients = [each for each in installed if each.is_client]
@@ -88,10 +101,10 @@ def _guarded(framework: Framework, url: str, *, named: bool) -> bool:
     except Exception as error:
         if is_of_signal_handler(error):
             raise
-        _warn(
+        warn_once(
             f"{framework.title} could not be instrumented: {error_line(error, _MAX_ERROR_CHARS)}."
-            " Its LLM calls are recorded all the same; leave it out of instrument(...) by naming"
-            " the others, or install other versions"
+            " Its LLM calls are recorded all the same; leave it out by naming the others, or"
+            " install other versions"
         )
         return False
 
@@ -99,7 +112,7 @@ def _guarded(framework: Framework, url: str, *, named: bool) -> bool:
 def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
     installed = _find(framework.packages)
     if installed is None:
-        _warn(
+        warn_once(
             f"instrument({framework.name!r}): {framework.title} is not installed here:"
             f" pip install {framework.packages[0]}"
         )
@@ -109,8 +122,7 @@ def _turn_on(framework: Framework, url: str, *, named: bool) -> bool:
     if found:
         on = _use_instrumentor(framework, installed, found, url)
     elif native:
-        _use_native(framework, url)
-        _say_what_the_program_needs(framework)
+        _use_native(framework, url, named=named)
         on = True
     else:
         if named or not (framework.is_client or framework.is_addon):
@@ -147,7 +159,7 @@ def _use_instrumentor(
         on, why = False, error_line(error, _MAX_ERROR_CHARS)
     if not on:
         name = package.metadata["Name"]
-        _warn(
+        warn_once(
             f"{name} {package.version} does not work with {framework.title} {installed.version}:"
             f" {why}. Try pip install -U {name} {framework.packages[0]}; LLM calls are recorded all"
             " the same"
@@ -155,11 +167,13 @@ def _use_instrumentor(
     return on
 
 
-def _use_native(framework: Framework, url: str) -> None:
+def _use_native(framework: Framework, url: str, *, named: bool) -> None:
     from tracegrad import telemetry
 
     if framework.needs_global:
-        telemetry.make_global(url)
+        telemetry.make_global_with_first_rollout()
+    if framework.is_addon and named:  # else it is a client's part, and a rollout is around it
+        telemetry.serve(url)
     if switch := _SWITCHES.get(framework.name):
         switch(telemetry.FollowingTracerProvider(url))
 
@@ -178,8 +192,9 @@ def _switch_agent_framework(provider: Any) -> None:
     observability.enable_instrumentation()
 
 
-# Strands, ADK and AG2 look for the process's provider, and need no switch.
+# Strands and ADK look for the process's provider, and need no switch.
 _SWITCHES: dict[str, Callable[[Any], None]] = {
+    "ag2": hand_to_agents,
     "pydantic-ai": _switch_pydantic_ai,
     "agent-framework": _switch_agent_framework,
 }
@@ -189,42 +204,16 @@ def _say_what_is_missing(framework: Framework) -> None:
     makes, calls = "makes spans of it", ". Its LLM calls are recorded all the same"
     if framework.is_addon:
         makes, calls = "carries the context of spans through it", ""
-    _warn(
+    warn_once(
         f"{framework.title} is installed, and nothing that {makes}: pip install"
         f" {framework.instrumentors[0]}{calls}"
     )
 
 
-def _say_what_the_program_needs(framework: Framework) -> None:
-    """Unless some module has it by its name: whether agents are given it shows only later."""
-    if framework.needs_in_program is None:
-        return
-    name, how = framework.needs_in_program
-    own = framework.packages[0]
-    if any(_has_of_another(module, name, own) for module in list(sys.modules.values())):
-        return
-    _warn(
-        f"{framework.title} makes spans of agents that are told to, and no module here has its"
-        f" {name} yet: {how}"
-    )
-
-
-def _has_of_another(module: object, name: str, own: str) -> bool:
-    """Any object may stand in sys.modules, and raise where it is asked. Its `__dict__` alone is
-    looked into: an attribute of a lazy module would be imported."""
-    try:
-        of, has = getattr(module, "__name__", None), getattr(module, "__dict__", {})
-        return isinstance(of, str) and of.split(".")[0] != own and name in has
-    except Exception as error:
-        if is_of_signal_handler(error):
-            raise
-        return False
-
-
 def _say_what_silences(framework: Framework) -> None:
     for variable, values in framework.silenced_by:
         if _is_set(variable, values):
-            _warn(
+            warn_once(
                 f"{variable}={os.environ[variable]} turns all spans of {framework.title} off:"
                 " unset it"
             )
@@ -238,7 +227,7 @@ def _say_what_it_reports(framework: Framework) -> None:
         off = any(_is_set(variable, values) for variable, values in report.unless)
         still = _STILL_REPORTS.get(framework.name, lambda: True)
         if not off and still():
-            _warn(f"{framework.title} sends {report.what} to its vendor: {report.remedy}")
+            warn_once(f"{framework.title} sends {report.what} to its vendor: {report.remedy}")
 
 
 # What the environment does not say: somebody may have taken the exporter away.
@@ -275,7 +264,7 @@ def _major(package: Distribution) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _warn(text: str) -> None:
+def warn_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         _log.warning("%s", text)

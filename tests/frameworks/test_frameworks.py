@@ -26,9 +26,9 @@ CALL = Answer("", tool_calls=[("weather", '{"city": "Ulm"}')])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """`parents`: of each turn, the index of the one that it continues. `spans`: names that must be
-    there. `children`: pairs of such names, child and parent. `inside`: of each turn, a span that it
-    lies in. `reasons`: why turns are not trainable."""
+    """`on`: what is instrumented. `parents`: of each turn, the index of the one that it continues.
+    `spans`: names that must be there. `children`: pairs of such names, child and parent. `inside`:
+    of each turn, a span that it lies in. `reasons`: why turns are not trainable."""
 
     name: str
     on: Sequence[str]
@@ -129,7 +129,7 @@ def check(each: Example, proxy: ProxyWithEngine, home: Path) -> None:
     for _ in range(ATTEMPTS):
         proxy.engine.replies.extend(each.says)
     run = run_example(each.name, proxy, str(home))
-    assert run.spans_of == list(each.on), run.output
+    assert set(run.instrumented) == set(each.on), run.output
     rows = eventually(
         lambda: (
             len(found := [row for row in proxy.store.rollouts() if row.outcome]) == ATTEMPTS
@@ -207,7 +207,7 @@ def test_dspys_cache_is_said_of_its_own_engine(proxy: ProxyWithEngine, tmp_path:
 # remedy. A line with one of them is one of ours. Which tools and system prompt an agent has is its
 # own choice, also where a trap asks for it: Claude's `tools=[]` is no line of ours.
 OURS = re.compile(
-    r"tracegrad|\binstrument\b|@trace|strict|cache|tool_choice|[Mm]iddleware|temperature"
+    r"tracegrad|TRACEGRAD|\binstrument\b|@trace|strict|cache|tool_choice|[Mm]iddleware|temperature"
     r"|stream_usage|reflect_on|max_tool_iterations|ATTRIBUTION|TELEMETRY|TRACING|NONESSENTIAL"
 )
 
@@ -219,8 +219,8 @@ def without_ours(text: str) -> str:
 def test_each_example_numbers_its_lines_of_ours_and_has_a_test() -> None:
     files = {path.stem: path.read_text(encoding="utf-8") for path in EXAMPLES.glob("*.py")}
     server = files.pop("mcp_server")
-    assert len(re.findall(r"  # \d$", server, re.M)) == 7, "as docs/frameworks.md says"
-    ast.parse(without_ours(server))
+    assert re.findall(r"^.*  # \d$", server, re.M) == ["import tracegrad  # 1"]
+    assert OURS.findall(without_ours(server).split('"""', 2)[2]) == []
     assert set(files) == {each.name for each in (*QUICK, *OTHERS)}
     page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
     assert f"`make test` runs {len(QUICK)} of the {len(files)}," in " ".join(page.split())
@@ -228,7 +228,7 @@ def test_each_example_numbers_its_lines_of_ours_and_has_a_test() -> None:
         body = text.split('"""', 2)[2]
         marks = [match[1] for match in re.finditer(r"  # (\d)$", body, re.M)]
         assert sorted(marks) == [str(i + 1) for i in range(len(marks))], name
-        assert [mark for mark in marks if mark <= "3"] == ["1", "2", "3"], name
+        assert len(marks) in (2, 3), f"{name}: two lines, and at most one of a trap's remedy"
         ordinary = without_ours(body)
         ast.parse(ordinary)
         code = re.sub(r"^ *# .*\n", "", ordinary, flags=re.M)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,13 @@ EXAMPLES = ROOT / "examples" / "frameworks"
 TIMEOUT_S = 200.0
 # Frameworks keep settings and memories in HOME, and look for keys and for where to report to.
 _TAKEN_FROM_HERE = ("PATH", "LANG", "LC_ALL", "TMPDIR")
+# Runs a file as Python would, with tracegrad's log from INFO on.
+_WITH_LOG = """
+import logging, runpy, sys
+logging.basicConfig(format="%(message)s")
+logging.getLogger("tracegrad").setLevel(logging.INFO)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
 _QUIET = {
     "CREWAI_DISABLE_TELEMETRY": "true",
     "CREWAI_TRACING_ENABLED": "false",
@@ -23,14 +31,14 @@ _QUIET = {
 
 @dataclass(frozen=True, slots=True)
 class ExampleRun:
-    """`output`: with what it wrote to stderr. `spans_of`: what `instrument()` returned in it."""
+    """`output`: with what it wrote to stderr, of tracegrad's log from INFO on."""
 
     output: str
 
     @property
-    def spans_of(self) -> list[str]:
-        [line] = [line for line in self.output.splitlines() if line.startswith("spans of:")]
-        return line.removeprefix("spans of:").split()
+    def instrumented(self) -> list[str]:
+        """What it says of TRACEGRAD_INSTRUMENT=1."""
+        return re.findall(r"TRACEGRAD_INSTRUMENT: (\S+) is instrumented$", self.output, re.M)
 
 
 def run_example(
@@ -47,10 +55,11 @@ def run_example(
             "PYTHONPATH": str(ROOT / "sdk"),
             "PYTHONUNBUFFERED": "1",  # stderr goes to the same file
             "TRACEGRAD_URL": seen,
+            "TRACEGRAD_INSTRUMENT": "1",
             "TRACEGRAD_JOURNAL": os.environ["TRACEGRAD_JOURNAL"],
             **_QUIET,
         }
-        command = [str(python), str(file or EXAMPLES / f"{name}.py")]
+        command = [str(python), "-c", _WITH_LOG, str(file or EXAMPLES / f"{name}.py")]
         code = inside.run(command, cwd=Path(home), env=environ, log=log, timeout_s=TIMEOUT_S)
     output = log.read_text(errors="replace")
     assert code == 0, output[-8_000:]

@@ -6,8 +6,8 @@ import logging
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from opentelemetry import trace
@@ -16,50 +16,22 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import tracegrad
+from support.sdk.fake_distributions import put_distribution
 from support.sdk.fake_proxy import FakeProxy
 from tracegrad import instrumentation, telemetry
 from tracegrad.frameworks import FRAMEWORKS, by_name
 
-# As OpenTelemetry's BaseInstrumentor, in so far as it is asked.
-INSTRUMENTOR = """
-class Instrumentor:
-    _instance = None
-    is_instrumented_by_opentelemetry = False
-    calls = []
-
-    def __new__(cls):
-        if cls._instance is None:
-            cls._instance = object.__new__(cls)
-        return cls._instance
-
-    def instrument(self, tracer_provider=None, raise_exception_on_conflict=False):
-        {body}
-        self.calls.append(tracer_provider)
-        self.tracer = tracer_provider.get_tracer({name!r}, "1")
-        self.is_instrumented_by_opentelemetry = True
-"""
 Install = Callable[..., None]
 
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Puts a distribution there; `body`: what its instrumentor does first, None: it has none."""
+    """Puts a distribution there, as `put_distribution` does."""
     standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *standard])
     monkeypatch.setattr(instrumentation, "_said", set())
 
-    def put(name: str, entry: str | None = None, body: str = "pass") -> None:
-        info = tmp_path / f"{name.replace('-', '_')}-1.5.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
-        if entry is not None:
-            module = f"fake_{name.replace('-', '_')}"
-            text = INSTRUMENTOR.format(body=body, name=name)
-            (tmp_path / f"{module}.py").write_text(text)
-            entries = f"[opentelemetry_instrumentor]\n{entry} = {module}:Instrumentor\n"
-            (info / "entry_points.txt").write_text(entries)
-
-    yield put
+    yield partial(put_distribution, tmp_path)
     for module in [name for name in sys.modules if name.startswith("fake_o")]:
         del sys.modules[module]
 
@@ -184,53 +156,6 @@ def test_an_addon_is_on_beside_what_makes_spans_and_is_none_of_them(
     assert warnings(caplog) == []
 
 
-def test_what_a_program_must_still_hand_to_its_agents(
-    install: Install, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trace, "set_tracer_provider", lambda _: None)
-    install("ag2")
-    theirs, program = ModuleType("ag2.middleware"), ModuleType("program")
-    monkeypatch.setitem(sys.modules, "ag2.middleware", theirs)
-    monkeypatch.setitem(sys.modules, "program", program)
-    theirs.__dict__["TelemetryMiddleware"] = program.__dict__["TelemetryMiddleware"] = object
-    assert tracegrad.instrument() == ["ag2"]
-    assert warnings(caplog) == []
-    del program.__dict__["TelemetryMiddleware"]
-    assert tracegrad.instrument() == ["ag2"]
-    [said] = warnings(caplog)
-    assert said.endswith(
-        "has its TelemetryMiddleware yet: Agent(...,"
-        " middleware=[TelemetryMiddleware(agent_name=...)]), from ag2.middleware"
-    )
-
-
-class Shy:
-    """As some libraries put in their modules' place."""
-
-    __slots__ = ()
-    __name__ = "shy"
-
-
-class Raising:
-    def __getattr__(self, name: str) -> object:
-        raise ImportError(name)
-
-
-@pytest.mark.parametrize("kind", [Shy, Raising])
-def test_anything_may_stand_in_place_of_a_module(
-    install: Install,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type,
-) -> None:
-    monkeypatch.setattr(trace, "set_tracer_provider", lambda _: None)
-    install("ag2")
-    monkeypatch.setitem(sys.modules, "shy", kind())
-    assert tracegrad.instrument() == ["ag2"]
-    [said] = warnings(caplog)
-    assert "no module here has its TelemetryMiddleware yet" in said
-
-
 def test_names(install: Install, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match=r"instrument\('langgraf'\): .* give one of ag2, "):
         tracegrad.instrument("langgraf")
@@ -348,19 +273,25 @@ def test_a_framework_that_knows_the_process_s_provider_only(
     monkeypatch.setattr(trace, "set_tracer_provider", given.append)
     install("strands-agents")
     assert tracegrad.instrument() == ["strands"]
+    assert given == [], "the agent may still set up its own"
     url = tracegrad.context.proxy_url()
-    assert given == [telemetry.provider_of(url)]
+    with tracegrad.rollout("t"):
+        assert given == [telemetry.provider_of(url)]
+    assert tracegrad.instrument() == ["strands"]
     theirs = TracerProvider()
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: theirs)
-    assert tracegrad.instrument() == ["strands"]
-    assert len(given) == 1
-    assert telemetry.provider_of(url) is theirs
+    with tracegrad.rollout("t"):
+        assert len(given) == 1
+        assert telemetry.provider_of(url) is theirs
 
 
 def test_each_framework_has_one_name_and_something_to_turn_on() -> None:
     names = [name for each in FRAMEWORKS for name in (each.name, *each.aliases)]
     assert len(names) == len(set(names)) == len(by_name())
+    modules = [module for each in FRAMEWORKS for module in each.modules]
+    assert len(modules) == len(set(modules))
     for each in FRAMEWORKS:
         assert each.native or each.instrumentors
         assert each.packages
+        assert each.modules
     assert logging.getLogger("tracegrad") is instrumentation._log
