@@ -17,7 +17,7 @@ from tracegrad.events import (
     RolloutStarted,
     Turn,
 )
-from tracegrad.store import Store
+from tracegrad.store import Decision, PolicyVersion, StepHistory, Store
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -77,6 +77,19 @@ def trained(folder: Path, tasks: int, steps: int, **changes: Any) -> TrainerSett
         fill(store, tasks)
         train(settings, steps)
     return settings
+
+
+def roll_back(settings: TrainerSettings, version: int, weights: int, newest: int) -> None:
+    """As rank 0 does it: `version`, which has the weights of step `weights`, is served again."""
+    with Store.open(settings.proxy.store) as store:
+        given = Decision(
+            kind="rollback", version=version, training="continue", by="ann@host", reason="tested"
+        )
+        last = StepHistory(store).steps(1)[0].step
+        outcome = {"version": version, "weights_step": weights, "newest": newest, "last_step": last}
+        store.close_decision(store.decide(given), outcome)
+        detail = {"weights_step": weights}
+        store.record_version(PolicyVersion(version, weights or None, "serving", detail=detail))
 
 
 def train(settings: TrainerSettings, steps: int) -> None:

@@ -29,6 +29,7 @@ from tracegrad_trainer.engine import (
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.learner import Learner
+from tracegrad_trainer.engine.step.optimizer import clear_momentum
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.engine.step.train_batch import deal_rows
 from tracegrad_trainer.losses import compute_advantages
@@ -78,7 +79,7 @@ def run_on_this_rank(job: ReplayJob) -> list[ReplayRun]:
             recorded = job.recorded
             if recorded.since:
                 made = _make_checkpoint(recorded, first, mesh, job.folder)
-                recorded = replace(recorded, checkpoint=made, digest=None)
+                recorded = replace(recorded, checkpoint=made, digest=None, since=())
             return [
                 ran
                 for number, settings in enumerate(job.settings)
@@ -115,6 +116,9 @@ def _learner(recorded: RecordedStep, settings: TrainerSettings, mesh: DeviceMesh
     )
     if recorded.checkpoint is not None:
         load_checkpoint(learner, recorded.checkpoint, digest=recorded.digest)
+        first = recorded.since[0] if recorded.since else recorded
+        if first.batch.momentum_cleared:
+            clear_momentum(learner.optimizer)
     return learner
 
 

@@ -93,6 +93,7 @@ class ResumePoint:
     version: int  # the number that the checkpoint's weights are served under
     weights: CommittedCheckpoint | None  # None: the model folder's
     skipped: SkippedVersions = ()  # numbers between theirs and `version`, and of resumes before
+    rolled_back: bool = False  # the last committed step's weights were given up
 
 
 class Coordinator:
@@ -342,6 +343,7 @@ class Coordinator:
         dropped_rows: Collection[int],
         weights: int,
         packing: PackingRule | None = None,
+        momentum_cleared: bool = False,
     ) -> StepCommit:
         """The step as the ledger is to have it, less what is known of its checkpoint later.
         `weights`: of which step it began with. `packing`: as its rows were."""
@@ -358,6 +360,7 @@ class Coordinator:
             dropped_rows=sorted(dropped_rows),
             weights=weights,
             packing=packing,
+            momentum_cleared=momentum_cleared,
         )
         made = StepRecord(
             step=step,
@@ -596,7 +599,7 @@ def _rolled_back_point(
         if resumed > number:
             skipped.append((resumed, resumed - number))
             number = resumed
-    return ResumePoint(step, version, weights, skipped)
+    return ResumePoint(step, version, weights, skipped, rolled_back=True)
 
 
 def _skipped_versions(

@@ -47,6 +47,7 @@ class StepInputs(BaseModel):
     memory_before: dict[str, Any]  # what advantages remembered of earlier steps
     dropped_rows: list[int]  # rows that were not finite, as numbers among the batch's
     weights: int | None = None  # whose step's checkpoint it began with; 0: the model folder's
+    momentum_cleared: bool = False  # of these weights: it is the first step after a rollback
     torch: str | None = None  # version: another one may round otherwise
     adamw: AdamwImplementation = "foreach"  # as of all steps that do not say it
     parity: float = ATTENTION_PARITY  # of steps without `packing`, and of all before there was one

@@ -31,6 +31,7 @@ from tracegrad_trainer.engine import (
 from tracegrad_trainer.engine.distributed import compute_dtype, take_peak_memory
 from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
+from tracegrad_trainer.engine.step.optimizer import clear_momentum
 from tracegrad_trainer.engine.step.result import StepResult
 from tracegrad_trainer.launch.run_state import RunState
 from tracegrad_trainer.metrics import MetricSinks
@@ -85,6 +86,7 @@ class TrainLoop:
         # Rank 0's: why nothing may be leased now. Raises StopAllRanks where the run is to end.
         self.hold: Callable[[], str | None] = lambda: None
         self._was_held = False
+        self._momentum_cleared = False
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
         check_shared_folder(settings.state_dir, "state_dir")  # each writes its part of checkpoints
@@ -143,6 +145,11 @@ class TrainLoop:
             self.pending.parent = point.weights
             if self.coordinator is not None:
                 self.coordinator.restore_counters(kept)
+            if point.rolled_back:
+                # It points where training went that was given up: AdamW would go there for some
+                # ten steps more, whatever the rewards are now.
+                clear_momentum(self.learner.optimizer)
+            self._momentum_cleared = point.rolled_back
         self.step, self.version = point.step, point.version
         self._report_hold(False)
         self.report_stage("starting", begins=describe_resume(point, self.settings))
@@ -254,7 +261,9 @@ class TrainLoop:
             dropped_rows=done.dropped,
             weights=self.pending.last,
             packing=self.learner.engine.packing,
+            momentum_cleared=self._momentum_cleared,
         )
+        self._momentum_cleared = False
         return PendingStep(self.step, made, without_turns(self.batch.groups))
 
     def _share(self) -> float:

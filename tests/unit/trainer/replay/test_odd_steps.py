@@ -17,13 +17,14 @@ from support.trainer.row_samples import POISON, VOCABULARY, tiny_model
 from support.trainer.step_samples import (
     SEVERAL,
     fill,
+    roll_back,
     rollout,
     train,
     trained,
     trainer_settings,
 )
 from tracegrad.events import Turn, token_id_array
-from tracegrad.store import StepHistory, Store
+from tracegrad.store import PolicyVersion, StepHistory, Store
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import Steps
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -74,6 +75,28 @@ def other_model(folder: Path) -> None:
     config = Qwen3Config.from_pretrained(folder)
     config.vocab_size = VOCABULARY // 2
     Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("between", [1, 9])  # steps to the next checkpoint
+def test_the_first_step_after_a_rollback_begins_without_momentum(
+    tmp_path: Path, between: int
+) -> None:
+    """Its second update shows it: the first one's follows from the momentum too."""
+    settings = trained(tmp_path, 12, 2, optim=SEVERAL, checkpoint={"keep": 9})
+    with Store.open(settings.proxy.store) as store:
+        for version in range(3):
+            detail = {"weights_step": version}
+            store.record_version(PolicyVersion(version, version or None, "serving", detail=detail))
+    roll_back(settings, 1, weights=1, newest=2)
+    settings = settings.model_copy(
+        update={"checkpoint": settings.checkpoint.model_copy(update={"every_steps": between})}
+    )
+    train(settings, 2)
+    for step, cleared in ((2, False), (3, True), (4, False)):
+        found = replayed(settings, step=step)
+        assert found.recorded.batch.momentum_cleared == cleared
+        assert found.replayed.metrics["updates"] == 4
+        assert found.equal, (step, found.differing)
 
 
 def test_rows_that_were_not_finite_leave_the_replay_too(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from support.trainer.step_samples import fill, train, trainer_settings
-from tracegrad.store import Decision, PolicyVersion, StepHistory, Store
+from support.trainer.step_samples import fill, roll_back, train, trainer_settings
+from tracegrad.store import PolicyVersion, StepHistory, Store
 from tracegrad_trainer.batches.version_scale import VersionScale
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
@@ -33,18 +33,6 @@ def serve(settings: TrainerSettings, *versions: tuple[int, int]) -> None:
             step = weights if version <= 2 else last[0].step
             detail = {"weights_step": weights}
             store.record_version(PolicyVersion(version, step or None, "serving", detail=detail))
-
-
-def roll_back(settings: TrainerSettings, version: int, weights: int, newest: int) -> None:
-    with Store.open(settings.proxy.store) as store:
-        given = Decision(
-            kind="rollback", version=version, training="continue", by="ann@host", reason="tested"
-        )
-        last = StepHistory(store).steps(1)[0].step
-        outcome = {"version": version, "weights_step": weights, "newest": newest, "last_step": last}
-        store.close_decision(store.decide(given), outcome)
-        detail = {"weights_step": weights}
-        store.record_version(PolicyVersion(version, weights or None, "serving", detail=detail))
 
 
 def point(settings: TrainerSettings) -> ResumePoint:

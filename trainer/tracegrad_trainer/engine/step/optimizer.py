@@ -49,6 +49,14 @@ def set_implementation(optimizer: torch.optim.AdamW, implementation: AdamwImplem
             state["step"] = state["step"].to(parameter.device)
 
 
+def clear_momentum(optimizer: torch.optim.AdamW) -> None:
+    """The first moments of zero, as before any step; the second ones, which are the gradients'
+    sizes, and the count of steps stay. The next updates begin small: a share 1 - beta of a
+    step."""
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
 def trained_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """What is trained: of the policy, and of the value head."""
     policy: list[nn.Parameter] = []

@@ -13,6 +13,7 @@ from torch import nn
 from tracegrad_trainer.engine import OptimSettings
 from tracegrad_trainer.engine.step.optimizer import (
     apply_share_of_step,
+    clear_momentum,
     learning_rate,
     local_gradients,
     make_optimizer,
@@ -65,6 +66,31 @@ def test_settings_that_cannot_be_meant_are_refused(settings: Any, message: str) 
     with pytest.raises(ValidationError) as caught:
         OptimSettings(**settings)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_without_momentum_a_step_is_the_new_gradients_alone(moments: Any) -> None:
+    """AdamW of beta 0.5 and equal sizes of gradients moves by half a rate, whatever was before."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optim = OptimSettings(lr=0.5, betas=(0.5, 0.5), eps=1e-12, weight_decay=0.0, moments=moments)
+    optimizer = make_optimizer(model, optim)
+    for _ in range(20):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    before = model.weight.item()
+    clear_momentum(optimizer)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert model.weight.item() == before, "nothing goes on by itself"
+    for _ in range(20):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    before = model.weight.item()
+    clear_momentum(optimizer)
+    model.weight.grad = -torch.ones_like(model.weight)
+    optimizer.step()
+    assert model.weight.item() - before == pytest.approx(0.25, rel=1e-2)
 
 
 def test_only_matrices_decay() -> None:
