@@ -18,7 +18,7 @@ SERVER = {
     "command": sys.executable,
     "args": [str(Path(__file__).with_name("mcp_server.py"))],
     # An MCP client gives a server none of its own environment.
-    "env": {**os.environ, "TRACEGRAD_INSTRUMENT": "mcp"},  # 3
+    "env": {"TRACEGRAD_URL": os.environ["TRACEGRAD_URL"], "TRACEGRAD_INSTRUMENT": "mcp"},  # 3
 }
 
 
