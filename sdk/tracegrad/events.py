@@ -170,9 +170,11 @@ UNACKNOWLEDGED = "unacknowledged"
 
 # The stages of a call, in their order. The proxy's own work: `prepare` (the request is received,
 # read and attributed), `encode` (the engine's request is written), `finish` (the turn is placed).
-# `gate`: weights were pushed. `queue`: no engine took it. `prefill` ends with the first token, and
-# `decode` with the last; `inference` is both, of an answer that came in one piece.
-CALL_STAGES = ("prepare", "gate", "encode", "queue", "prefill", "decode", "inference", "finish")
+# `gate`: weights were pushed. `queue`: no engine took it. `engine_queue`: one did, and let it wait
+# for others; part of the next stage where the engine does not tell it. `prefill` ends with the
+# first token, and `decode` with the last; `inference` is both, of an answer that came in one piece.
+CALL_STAGES = ("prepare", "gate", "encode", "queue", "engine_queue", "prefill", "decode",
+               "inference", "finish")  # fmt: skip
 
 # [(version, count), ...] over the completion's tokens, in order.
 VersionSpans = tuple[tuple[int, int], ...]

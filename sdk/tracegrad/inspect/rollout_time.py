@@ -25,6 +25,7 @@ STAGES: Mapping[str, str] = {
     "proxy": "the proxy's own work",
     "gate": "weights were pushed",
     "queue": "no engine took the call",
+    "engine_queue": "the engine worked on others",
     "prefill": "until the first token",
     "decode": "first token to last",
     "inference": "both, of answers in one piece",
@@ -36,7 +37,7 @@ STAGES: Mapping[str, str] = {
     "training": "until its step was committed",
     "unknown": "calls without timing",
 }
-_OF_CALLS = ("proxy", "gate", "queue", "prefill", "decode", "commit")
+_OF_CALLS = ("proxy", "gate", "queue", "engine_queue", "prefill", "decode", "commit")
 _OWN_WORK = frozenset({"prepare", "encode", "finish"})
 _KNOWN = frozenset(CALL_STAGES)
 
@@ -60,6 +61,12 @@ class TurnTime:
     @property
     def commit_is_known(self) -> bool:
         return "commit" in self.seconds
+
+    @property
+    def hides_engine_queue(self) -> bool:
+        """Whether what it waited inside the engine is a part of its prefill or inference."""
+        seconds = self.seconds
+        return "engine_queue" not in seconds and ("prefill" in seconds or "inference" in seconds)
 
 
 @dataclass(frozen=True, slots=True)

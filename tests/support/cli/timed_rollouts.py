@@ -5,7 +5,15 @@ from __future__ import annotations
 from sqlalchemy import update
 
 from support.store.events import make_turn
-from tracegrad.events import Event, Json, Outcome, Reward, RolloutFinished, RolloutStarted
+from tracegrad.events import (
+    CALL_STAGES,
+    Event,
+    Json,
+    Outcome,
+    Reward,
+    RolloutFinished,
+    RolloutStarted,
+)
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad.store.models import Leases, Rollouts
 
@@ -16,21 +24,24 @@ TRAINED, WAITS, OLD = (f"0193c0de030{number}" + "0" * 20 for number in range(3))
 def stages(prefill: float, decode: float, **more: float) -> Json:
     """A call that waited for nothing but the engine, unless `more` says so."""
     own: Json = {"prepare": 0.002, "gate": 0.0, "encode": 0.001, "queue": 0.0}
-    return own | {"prefill": prefill, "decode": decode, "finish": 0.001} | more
+    found = own | {"prefill": prefill, "decode": decode, "finish": 0.001} | more
+    return {stage: found[stage] for stage in CALL_STAGES if stage in found}
 
 
 def trained() -> list[Event]:
-    """Four calls, two of them at once; weights were pushed before the third and in the fourth."""
+    """Four calls, two of them at once; weights were pushed before the third and in the fourth, and
+    before the third the engine worked on the second."""
     name = TRAINED
-    first = make_turn("a", name, timing=stages(0.4, 2.0), created_at=BEGAN + 4.0)
+    first = make_turn("a", name, timing=stages(0.4, 2.0, engine_queue=0.0), created_at=BEGAN + 4.0)
     calls = [
         first,
         make_turn("b", name, parent=first, created_at=BEGAN + 8.0,
-                  timing=stages(0.3, 1.0) | {"commits": {"a": 0.006}}),
+                  timing=stages(0.3, 1.0, engine_queue=0.0) | {"commits": {"a": 0.006}}),
         make_turn("c", name, parent=first, created_at=BEGAN + 9.0,
-                  timing=stages(0.3, 3.0, gate=1.2)),
+                  timing=stages(0.1, 3.0, gate=1.2, engine_queue=0.2)),
         make_turn("d", name, created_at=BEGAN + 16.0,
-                  timing=stages(0.5, 2.5) | {"held": 0.3, "commits": {"b": 0.005, "c": 0.02}}),
+                  timing=stages(0.5, 2.5, engine_queue=0.0)
+                  | {"held": 0.3, "commits": {"b": 0.005, "c": 0.02}}),
     ]  # fmt: skip
     return [
         RolloutStarted(rollout_id=name, task_id="mend-the-cart", opened_at=BEGAN),
@@ -41,7 +52,7 @@ def trained() -> list[Event]:
 
 
 def waits() -> list[Event]:
-    """The engine was away for a while; nobody has rewarded it."""
+    """The engine was away for a while, and says nothing of its queue; nobody has rewarded it."""
     turn = make_turn("w", WAITS, timing=stages(0.2, 1.5, queue=9.0), created_at=BEGAN + 112.0)
     return [
         RolloutStarted(rollout_id=WAITS, task_id="mend-the-cart", opened_at=BEGAN + 100),

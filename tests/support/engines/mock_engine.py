@@ -101,6 +101,7 @@ class MockEngine:
     )
     tell_ids: bool = True  # False: an engine that knows nothing of token ids
     takes_ids: bool = False  # reads prompts that are given as tokens, in place of their messages
+    queue_ms: float | None = None  # of each request, in its own queue; None: it does not say
     routes: Callable[[Sequence[int]], NDArray[Any]] | None = None  # [n, layers, k] of tokens read
     _gates: dict[int, threading.Event] = field(default_factory=dict)
 
@@ -244,7 +245,7 @@ class MockEngine:
             "prompt_text": None,
             "kv_transfer_params": None,
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self._metrics(body),
         }
 
     def _choice(self, body: Json, index: int, say: Answer) -> Json:
@@ -314,7 +315,8 @@ class MockEngine:
                     yield {**head, "choices": [plan[number]]}
         if (body.get("stream_options") or {}).get("include_usage"):
             total = sum(len(say.token_ids) for say in says)
-            yield {**head, "choices": [], "usage": usage(len(prompt), total)}
+            told = {"metrics": metrics} if (metrics := self._metrics(body)) else {}
+            yield {**head, "choices": [], "usage": usage(len(prompt), total), **told}
 
     def _plan(self, body: Json, index: int, say: Answer) -> list[Json | None]:
         """The choice's chunks; None where vLLM would send nothing."""
@@ -369,6 +371,12 @@ class MockEngine:
         # The last token was sampled, and never read.
         np.save(file := io.BytesIO(), self.routes([*prompt, *ids][:-1])[start:])
         return base64.b64encode(file.getvalue()).decode()
+
+    def _metrics(self, body: Json) -> Json | None:
+        """As vLLM tells them of calls with one choice."""
+        if self.queue_ms is None or (body.get("n") or 1) > 1:
+            return None
+        return {"queue_time_ms": self.queue_ms, "generation_time_ms": 1.0, "mean_itl_ms": None}
 
     def _tells_ids(self, body: Json) -> bool:
         return self.tell_ids and bool(body.get("return_token_ids"))

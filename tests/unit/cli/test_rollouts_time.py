@@ -21,11 +21,19 @@ def test_one_rollout_by_turn_and_by_stage(timed: str) -> None:
     in_order(
         text,
         [
-            "turn at proxy gate queue prefill decode commit held whole",
-            "0 +1.6 s 4 ms 0 0 400 ms 2.0 s 6 ms 0 2.4 s",
-            "2 +4.5 s 4 ms 1.2 s 0 300 ms 3.0 s 20 ms 0 4.5 s",
-            "3 +13.0 s 4 ms 0 0 500 ms 2.5 s ? 300 ms 3.0 s",
+            "turn at gate queue engine queue prefill decode held whole",
+            "0 +1.6 s 0 0 0 400 ms 2.0 s 0 2.4 s",
+            "2 +4.5 s 1.2 s 0 200 ms 100 ms 3.0 s 0 4.5 s",
+            "3 +13.0 s 0 0 0 500 ms 2.5 s 300 ms 3.0 s",
             "41.0 s in all",
+        ],
+    )
+    wide = printed(timed, "time", TRAINED, columns=100)
+    in_order(
+        wide,
+        [
+            "turn at proxy gate queue engine queue prefill decode commit held whole",
+            "3 +13.0 s 4 ms 0 0 0 500 ms 2.5 s ? 300 ms 3.0 s",
         ],
     )
     found = printed_json(timed, "time", TRAINED)
@@ -36,9 +44,18 @@ def test_one_rollout_by_turn_and_by_stage(timed: str) -> None:
     assert found["stages"]["waiting"] == pytest.approx(8.0)
     assert found["stages"]["reward"] == pytest.approx(5.5)
     assert found["turns"][2]["seconds"]["gate"] == pytest.approx(1.2)
+    assert found["turns"][2]["seconds"]["engine_queue"] == pytest.approx(0.2)
     assert found["turns"][3]["held_s"] == pytest.approx(0.3)
     assert found["overlap_s"] == pytest.approx(1.309)
     assert "commit" not in found["turns"][3]["seconds"], "its next turn would say it"
+
+
+def test_an_engine_that_says_nothing_of_its_queue_is_said(timed: str) -> None:
+    said = "the engine did not say how long 1 turn waited in its queue"
+    text = printed(timed, "time", WAITS, columns=None)
+    assert said in text
+    assert "engine queue" not in text
+    assert said not in printed(timed, "time", TRAINED, columns=None)
 
 
 def test_a_rollout_of_before_is_unknown_and_not_zero(timed: str) -> None:

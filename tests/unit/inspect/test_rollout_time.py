@@ -58,7 +58,7 @@ def test_calls_have_the_union_of_their_intervals(moments: RolloutMoments) -> Non
     for begin, end in sorted((turn.begins_s, turn.ends_s) for turn in found.turns):
         covered += max(0.0, end - max(begin, until))
         until = max(until, end)
-    of_calls = {"proxy", "gate", "queue", "prefill", "decode", "inference", "commit"}
+    of_calls = {"proxy", "commit"} | set(CALL_STAGES) - {"prepare", "encode", "finish"}
     seconds = math.fsum(found.stages.get(stage, 0.0) for stage in of_calls)
     assert seconds == pytest.approx(covered, abs=1e-6)
     alone = math.fsum(turn.ends_s - turn.begins_s for turn in found.turns)

@@ -260,7 +260,10 @@ class VllmSettings(BaseModel):
             # Nothing is fetched for a client: a name that nobody has, for an empty list allows all.
             "allowed-media-domains": "none.invalid",
         }
-        flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
+        flags = ["--disable-uvicorn-access-log"]
+        # How long a request waited in its queue, of which vLLM keeps nothing without statistics.
+        if "--disable-log-stats" not in self.extra_args:
+            flags += ["--enable-per-request-metrics"]
         flags += ["--enforce-eager"] if self.on_cpu else []
         flags += ["--distributed-executor-backend", "uni"] if self._lean else []
         # The CPU build refuses the option; its routes are there without, and only pause.

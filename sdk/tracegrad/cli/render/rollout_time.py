@@ -20,7 +20,8 @@ from tracegrad.inspect.rollout_time import (
 from tracegrad.text_format import format_count, format_duration
 
 _LEAST_S = 0.0005  # what is less is shown as 0
-_OF_TURNS = ("proxy", "gate", "queue", "prefill", "decode", "inference", "commit")
+_OF_TURNS = ("proxy", "gate", "queue", "engine_queue", "prefill", "decode", "inference", "commit")
+_DROPPED = {"proxy": 2, "commit": 1}  # where a terminal is narrow
 _UNKNOWN = Text("?", style="yellow")
 
 
@@ -57,9 +58,10 @@ def _turn_column(turns: Sequence[TurnTime], stage: str) -> TableColumn[int]:
         if stage in seconds:
             return _cell(seconds[stage])
         # What a call never came to it did not take; that it took nobody knows how long is said.
-        return _UNKNOWN if stage == "commit" or not seconds else Text("-", style="dim")
+        hidden = stage == "commit" or (stage == "engine_queue" and turns[row].hides_engine_queue)
+        return _UNKNOWN if hidden or not seconds else Text("-", style="dim")
 
-    return TableColumn(stage, cell, "right")
+    return TableColumn(_label(stage), cell, "right", drop_order=_DROPPED.get(stage, 0))
 
 
 def _whole(turn: TurnTime) -> Text:
@@ -97,6 +99,11 @@ def _remarks(time: RolloutTime) -> Iterator[str]:
         yield (
             f"the commit of {format_count(missing, 'turn')} is not known: the rollout's next turn"
             " would say it; it is in what follows"
+        )
+    if hidden := sum(turn.hides_engine_queue for turn in time.turns):
+        yield (
+            f"the engine did not say how long {format_count(hidden, 'turn')} waited in its queue:"
+            " it is in their prefill or inference"
         )
     if held := sum(turn.held_s for turn in time.turns):
         yield f"weights were pushed in {_seconds(held)} of the engine's time (held)"
@@ -146,7 +153,7 @@ def render_times(times: Sequence[RolloutTime], width: int | None, *, more: bool)
     yield rule(Text("the slowest", style="bold"), width)
     for time in slowest:
         most = sorted(time.stages.items(), key=lambda pair: -pair[1])[:2]
-        parts = ", ".join(f"{stage} {_seconds(seconds)}" for stage, seconds in most)
+        parts = ", ".join(f"{_label(stage)} {_seconds(seconds)}" for stage, seconds in most)
         line = Text(f"{_seconds(time.whole_s)}: {parts}")
         name = Text(one_line(time.rollout_id), style="cyan")
         yield from hanging(name, line, column=4, width=width, margin=2)
@@ -169,7 +176,11 @@ def times_json(times: Sequence[RolloutTime]) -> dict[str, Any]:
 
 
 def _stage(stage: str) -> Text:
-    return Text(stage, style="yellow" if stage == "unknown" else "")
+    return Text(_label(stage), style="yellow" if stage == "unknown" else "")
+
+
+def _label(stage: str) -> str:
+    return stage.replace("_", " ")
 
 
 def _cell(seconds: float) -> Text:

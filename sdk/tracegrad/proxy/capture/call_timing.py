@@ -11,8 +11,9 @@ from time import monotonic
 from tracegrad.events import CALL_STAGES, Json
 
 _IN_ONE_PIECE = "inference"
+_IN_THE_ENGINE = "engine_queue"
 # Stages in the order of the marks that begin them.
-_STAGES = tuple(stage for stage in CALL_STAGES if stage != _IN_ONE_PIECE)
+_STAGES = tuple(stage for stage in CALL_STAGES if stage not in (_IN_ONE_PIECE, _IN_THE_ENGINE))
 
 
 class CallTiming:
@@ -20,7 +21,9 @@ class CallTiming:
     from its last. `held_s`: how long of the engine's time weights were being pushed. `recorded`:
     the call's stages and its commit, once its turns are in the store. `broken`: a stream that had
     begun ended in an error. `died_at`: an engine ended in the middle of its stream, and the next
-    one has said nothing yet; `without_engine_s`: how long that took, where it did before."""
+    one has said nothing yet; `without_engine_s`: how long that took, where it did before.
+    `engine_queued_s`: of the time before the first token, how long the engine let the call wait for
+    others, by its own word; None: it did not say."""
 
     __slots__ = (
         "admitted_at",
@@ -29,6 +32,7 @@ class CallTiming:
         "broken",
         "died_at",
         "ended_at",
+        "engine_queued_s",
         "first_at",
         "gate_at",
         "held_s",
@@ -52,6 +56,7 @@ class CallTiming:
         self.broken = False
         self.died_at: float | None = None
         self.without_engine_s = 0.0
+        self.engine_queued_s: float | None = None
 
     @property
     def first_token_s(self) -> float | None:
@@ -120,7 +125,18 @@ class CallTiming:
         if waited_s := self._without_engine_s(now):
             found["queue"] += waited_s
             found["decode"] = max(0.0, found["decode"] - waited_s)
+        elif self.engine_queued_s is not None:
+            return self._with_engine_queue(found, self.engine_queued_s)
         return found
+
+    def _with_engine_queue(self, found: dict[str, float], queued_s: float) -> dict[str, float]:
+        """What the engine says of its queue is cut out of what the proxy saw as one. Of a stream
+        that went on it would be the second engine's, and the prefill is the first one's."""
+        before = "prefill" if self.streaming else _IN_ONE_PIECE
+        if before in found:
+            found[_IN_THE_ENGINE] = min(queued_s, found[before])
+            found[before] -= found[_IN_THE_ENGINE]
+        return {stage: found[stage] for stage in CALL_STAGES if stage in found}
 
     def _without_engine_s(self, now: float) -> float:
         """Of the time between the first token and the last: that in which no engine spoke, since

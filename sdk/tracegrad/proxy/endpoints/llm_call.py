@@ -261,6 +261,7 @@ class LlmCallEndpoint:
                     answer = read_response(await engine.read(), call, admission.version)
                 else:
                     answer = await _collect(engine, stream)
+            context.timing.engine_queued_s = answer.queued_s
         except ApiError:
             if stream is not None and (completions := stream.completions()):
                 await self._record_partial(context, completions)
@@ -352,6 +353,7 @@ class LlmCallEndpoint:
         broken: ApiError | None,
     ) -> None:
         """Commit, and only then send what ends the stream; or say why it does not end well."""
+        context.timing.engine_queued_s = stream.queued_s
         try:
             await self._record(context, stream.completions() or [SampledCompletion()])
         except ApiError as failure:
@@ -466,7 +468,7 @@ async def _collect(engine: UpstreamResponse, stream: EngineStream) -> EngineResp
             raise
     if (broken := _broken_end(stream)) is not None:
         raise broken
-    return EngineResponse(stream.assemble(), stream.completions())
+    return EngineResponse(stream.assemble(), stream.completions(), stream.queued_s)
 
 
 class _Relay:

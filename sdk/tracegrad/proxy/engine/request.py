@@ -39,7 +39,8 @@ def request_body(call: Call, ask: EngineRequest) -> bytes:
         body["model"] = ask.model
     if ask.stream:
         body["stream"] = True
-        if call.visible.usage or not call.stream:
+        # With the usage comes how long the request waited in the engine's queue.
+        if call.visible.usage or not call.stream or ask.return_tokens:
             body["stream_options"] = {"include_usage": True}
     if ask.return_tokens:
         body["return_token_ids"] = True

@@ -21,6 +21,7 @@ from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
 from tracegrad.proxy.engine.completion import SampledCompletion, tool_call_id
 from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
+from tracegrad.proxy.engine.queue_time import engine_queued_s
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
 from tracegrad.proxy.http.errors import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -70,10 +71,12 @@ def read_error(status: int, raw: bytes, headers: Mapping[str, str]) -> ApiError:
 
 @dataclass(frozen=True, slots=True)
 class EngineResponse:
-    """`body` is what the client may see of it: canonical, or of text completions."""
+    """`body` is what the client may see of it: canonical, or of text completions. `queued_s`: as
+    `engine_queued_s`."""
 
     body: Json
     completions: list[SampledCompletion]
+    queued_s: float | None = None
 
 
 class _Logprobs(Struct, gc=False):
@@ -153,7 +156,7 @@ def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineR
                 tool["id"] = tool_call_id(tool["id"], call.tool_call_prefix)
         _close(reply, body, choice)
     strip_unrequested(body, call.visible)
-    return EngineResponse(body, replies)
+    return EngineResponse(body, replies, engine_queued_s(body))
 
 
 def _ids(fields: dict[str, Raw], name: str) -> array[int] | None:

@@ -21,6 +21,7 @@ from tracegrad.proxy.engine.completion import (
     tool_call_id,
 )
 from tracegrad.proxy.engine.fast_parse import extract_prompt
+from tracegrad.proxy.engine.queue_time import engine_queued_s
 from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader, TokenRun
@@ -53,6 +54,7 @@ class EngineStream:
         self.tail: list[Json] = []
         self.done = False  # the engine said [DONE]
         self.error: ApiError | None = None  # that the engine reported, or a chunk that is none
+        self.queued_s: float | None = None  # as `engine_queued_s`
 
     def feed(self, data: bytes) -> list[Json | bytes]:
         """The chunks that the client may see now, or whole events where these are as the engine
@@ -199,6 +201,7 @@ class EngineStream:
             for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 _typed(int, usage.get(count))
             self._usage = usage
+            self.queued_s = engine_queued_s(chunk)
         if self._shown_prompt is not None:
             chunk["prompt_token_ids"], self._shown_prompt = self._shown_prompt, None
         strip_unrequested(chunk, self._call.visible)

@@ -24,7 +24,7 @@ Combine = Literal["sum", "max", "known"]
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
            30.0, 60.0, 120.0, 300.0, 600.0)  # fmt: skip
 
-CALL_STAGES = ("proxy", "gate", "queue", "prefill", "decode", "inference", "commit")
+CALL_STAGES = ("proxy", "gate", "queue", "engine_queue", "prefill", "decode", "inference", "commit")
 STATUSES = ("2xx", "4xx", "5xx", "broken", "aborted")
 # `Turn.untrainable` as the proxy gives it.
 UNTRAINABLE = ("greedy", "sampling_truncated", "sampling_penalised", "sampling_replaced",

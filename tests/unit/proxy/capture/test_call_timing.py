@@ -70,6 +70,23 @@ def test_an_answer_in_one_piece_has_one_stage() -> None:
 
 
 @pytest.mark.usefixtures("ticking")
+@pytest.mark.parametrize(("streaming", "before"), [(True, "prefill"), (False, "inference")])
+@pytest.mark.parametrize(("said", "queued"), [(0.0, 0.0), (6.0, 6.0), (60.0, 8.0)])
+def test_the_engines_own_queue_is_cut_out_of_what_came_before_its_first_word(
+    streaming: bool, before: str, said: float, queued: float
+) -> None:
+    timing = CallTiming(0.0)
+    timing.streaming = streaming
+    for mark in MARKS:
+        getattr(timing, mark)()
+    timing.engine_queued_s = said
+    found = timing.stages(100.0)
+    assert (found["engine_queue"], found[before]) == (queued, 8.0 - queued)
+    assert math.fsum(found.values()) == 100.0
+    assert list(found) == [stage for stage in CALL_STAGES if stage in found]
+
+
+@pytest.mark.usefixtures("ticking")
 def test_an_engine_that_died_in_its_answer_was_waited_for() -> None:
     timing = CallTiming(0.0)
     for mark in (*MARKS, "begin_again", *MARKS):
@@ -96,6 +113,17 @@ def test_a_stream_that_goes_on_keeps_what_its_first_engine_did() -> None:
         "decode": 16.0 + 64.0,
         "finish": 200.0 - 128.0,
     }
+
+
+@pytest.mark.usefixtures("ticking")
+def test_what_the_second_engine_of_a_stream_says_is_not_of_the_first_ones_prefill() -> None:
+    timing = CallTiming(0.0)
+    for mark in (*MARKS, "goes_on", *MARKS):
+        getattr(timing, mark)()
+    timing.engine_queued_s = 6.0
+    found = timing.stages(200.0)
+    assert "engine_queue" not in found
+    assert found["prefill"] == 8.0
 
 
 @pytest.mark.usefixtures("ticking")
@@ -156,6 +184,25 @@ def test_a_call_says_where_its_seconds_went(
     assert set(timing) == stages
     assert all(value >= 0 for value in timing.values())
     assert 0 < seconds(timing) <= took
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_call_says_what_its_engine_says_of_its_queue(
+    rig: ProxyWithEngine, path: str, stream: bool
+) -> None:
+    rig.engine.queue_ms = 1e-3
+    before = "prefill" if stream else "inference"
+    asks = {"messages": HELLO, "max_tokens": 50} if path != "responses" else {"input": "Hello"}
+    body = {"model": "mock", "stream": stream, **asks}
+    answer = rig.http.post(f"/rollouts/r1/v1/{path}", json=body).raise_for_status()
+    timing = timing_of(rig)
+    assert set(timing) == (STREAMED if stream else WHOLE) | {"engine_queue"}
+    assert (timing["engine_queue"], timing[before] > 0) == (1e-6, True)
+    if stream and path == "chat/completions":
+        assert "usage" not in answer.text, "its client did not ask for it"
+    call(rig, stream=stream, n=2)
+    assert "engine_queue" not in timing_of(rig), "vLLM does not say it of several choices"
 
 
 def test_the_next_turn_says_how_long_the_commit_took(rig: ProxyWithEngine) -> None:

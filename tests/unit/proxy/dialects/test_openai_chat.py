@@ -165,15 +165,15 @@ def test_usage_of_a_stream_comes_after_the_finish(rig: ProxyWithEngine) -> None:
     assert rig.turns()[0].response["usage"] == chunks[-1].usage.model_dump(exclude_unset=True)
 
 
-def test_a_stream_without_usage_is_counted_by_its_tokens(rig: ProxyWithEngine) -> None:
+def test_a_stream_shows_no_usage_that_its_client_did_not_ask_for(rig: ProxyWithEngine) -> None:
     say = Answer("It is a fine day.")
     rig.engine.replies.append(say)
     chunks = list(rig.client.chat.completions.create(model=MODEL, messages=HELLO, stream=True))
     assert not any(chunk.usage for chunk in chunks)
-    assert "stream_options" not in rig.engine.requests[0]
+    assert rig.engine.requests[0]["stream_options"] == {"include_usage": True}, "for the record"
     [turn] = rig.turns()
     assert_sampled(turn, say, render(HELLO))
-    assert not turn.response.get("usage")
+    assert turn.response["usage"]["completion_tokens"] == len(say.token_ids)
     [row] = rig.store.rollouts()
     assert row.completion_tokens == len(say.token_ids)
 

@@ -58,6 +58,13 @@ def test_served_logprobs_are_of_what_is_sampled_from(tmp_path: Path) -> None:
     assert json.loads(option(arguments, "--weight-transfer-config")) == {"backend": "tracegrad_shm"}
 
 
+def test_the_engine_tells_of_its_queue_unless_it_is_to_keep_no_statistics(tmp_path: Path) -> None:
+    """vLLM refuses the two flags together."""
+    assert "--enable-per-request-metrics" in settings(tmp_path).arguments()
+    silent = settings(tmp_path, extra_args=["--disable-log-stats"]).arguments()
+    assert "--enable-per-request-metrics" not in silent
+
+
 def test_engine_and_worker_share_a_process_only_with_one_thread(tmp_path: Path) -> None:
     lean = settings(tmp_path, device="cpu", threads=1)
     wide = settings(tmp_path, device="cpu", threads=4)
