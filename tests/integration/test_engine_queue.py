@@ -17,7 +17,7 @@ from tracegrad.store import GroupCommitWriter, Store
 from tracegrad.store.read.rollout_moments import load_moments
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 CALLS = 4
 TOKENS = 200

@@ -17,7 +17,8 @@ class EngineRequest:
     """How a call is put to the engine.
 
     `prompt_ids` takes the place of rendering the messages: vLLM uses these tokens as they are,
-    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding).
+    and keeps its parsers (`kv_transfer_params`, meant for disaggregated decoding). Of a text
+    completion it is the prompt.
     `return_tokens` is False for an engine that knows nothing of tokens. `routed_experts_from` is
     the first of the prompt's tokens whose routed experts are not known yet. `cache_salt`: calls
     share what the engine has cached with those of the same one alone.
@@ -60,5 +61,8 @@ def request_body(call: Call, ask: EngineRequest) -> bytes:
     if ask.prompt_ids is not None:
         text = orjson.dumps(ask.prompt_ids.tolist())
         prompt_texts.add(text, ask.prompt_ids)  # the engine's answer will have it
-        body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(text)}
+        if call.path == CHAT_PATH:
+            body["kv_transfer_params"] = {"prompt_token_ids": orjson.Fragment(text)}
+        else:
+            body["prompt"] = orjson.Fragment(text)
     return orjson.dumps(body)

@@ -26,9 +26,14 @@ from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unreq
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader, TokenRun
 from tracegrad.proxy.http import sse
-from tracegrad.proxy.http.errors import ApiError, UpstreamError
+from tracegrad.proxy.http.errors import ApiError, EngineDied, UpstreamError
 
 T = TypeVar("T")
+
+_LOST_THOUGHT = (
+    "the engine broke off its answer inside a thought, and the one that went on with it said"
+    " something else"
+)
 
 
 class EngineStream:
@@ -51,6 +56,9 @@ class EngineStream:
         self._shown_prompt: orjson.Fragment | None = None  # as the engine wrote it
         self._pending_version = 0  # of what is pending in it
         self._carried: int | None = None  # tokens of ours in the prompt that goes on
+        self._text_offset = 0  # where the rest of a text begins, as log-probabilities count
+        # The rest is that of a thought, and the engine has not said yet that it knows.
+        self._in_thought = False
         self.tail: list[Json] = []
         self.done = False  # the engine said [DONE]
         self.error: ApiError | None = None  # that the engine reported, or a chunk that is none
@@ -90,18 +98,23 @@ class EngineStream:
     def said_so_far(self) -> tuple[array[int], int] | None:
         """The prompt's tokens and those of the words that were passed on, and how many these are;
         what is behind them is forgotten. Empty where nothing came. None: of several choices, of a
-        thought or a tool call that had begun, and without tokens nobody can go on."""
+        tool call that had begun, and without tokens nobody can go on, nor where the client has
+        tokens already whose words are not whole."""
         self._settle()
         if not self._choices:
             return token_id_array(), 0
         if self._indexes() != [0] or self.tail:
             return None
-        return self._choices[0].cut_to_words()
+        shown = self._call.visible
+        return self._choices[0].cut_to_words(tokens_are_shown=shown.ids or shown.logprobs)
 
     def go_on(self, stamp: Callable[[], int], carried: int) -> None:
         """What is fed from now on comes from another engine, whose prompt ended with the `carried`
         tokens of `said_so_far`."""
         self._stamp, self._carried = stamp, carried
+        if carried:
+            self._text_offset = self._choices[0].text_end
+            self._in_thought = self._choices[0].thinks
         self.error, self.done = None, False
         self._events, self._token_chunks = sse.EventBuffer(), None
 
@@ -128,15 +141,28 @@ class EngineStream:
         self._settle()
         try:
             chunk = orjson.loads(payload) if self._head else self._first(payload)
-            if chunk.get("choices") is not None:
+            if (choices := chunk.get("choices")) is not None:
+                if self._in_thought and not self._goes_on_thinking(choices):
+                    return EngineDied(_LOST_THOUGHT)
                 self._chunk(chunk, out)
-                if self._verbatim and self._token_chunks is None:
+                if self._verbatim and self._token_chunks is None and not self._in_thought:
                     self._learn(payload)
                 return None
             code = (chunk.get("error") or {}).get("code")
         except (ValueError, KeyError, TypeError, AttributeError):
             return UpstreamError("the engine sent a chunk that cannot be read")
         return read_error(code if isinstance(code, int) else 502, payload, {})
+
+    def _goes_on_thinking(self, choices: list[Json]) -> bool:
+        """False: the engine's first words are not of the thought that it goes on with. Either that
+        ended here, or its parser does not see by the prompt that one is open: nobody knows."""
+        for choice in choices:
+            delta = choice["delta"]
+            if delta.get("reasoning"):
+                self._in_thought = False
+            elif delta.get("content") or delta.get("tool_calls"):
+                return False
+        return True
 
     def _pass(self, data: bytes, out: list[Json | bytes]) -> bytes:
         """Passes on the events that need no more. Returns what is left of `data`."""
@@ -191,7 +217,7 @@ class EngineStream:
     def _chunk(self, chunk: Json, out: list[Json | bytes]) -> None:
         choices = chunk["choices"]
         if self._carried is not None and self._head:
-            _take_for_the_rest(chunk, self._carried)
+            _take_for_the_rest(chunk, self._carried, self._text_offset)
         ends = not choices
         version = self._stamp()
         for choice in choices:
@@ -227,18 +253,21 @@ class EngineStream:
             state.reply.prompt_token_ids = prompt
 
 
-def _take_for_the_rest(chunk: Json, carried: int) -> None:
+def _take_for_the_rest(chunk: Json, carried: int, text_offset: int) -> None:
     """As a chunk in the middle of the answer: its client and the record have the prompt and the
     role, and the counts are those of one answer."""
     chunk.pop("prompt_token_ids", None)
     for choice in chunk["choices"]:
         choice.pop("prompt_token_ids", None)
+        if offsets := (choice.get("logprobs") or {}).get("text_offset"):
+            choice["logprobs"]["text_offset"] = [text_offset + offset for offset in offsets]
         delta = choice.get("delta") or {}
         if delta.pop("role", None) and not delta.get("content"):
             delta.pop("content", None)
     if usage := chunk.get("usage"):
         usage["prompt_tokens"] = (usage.get("prompt_tokens") or 0) - carried
         usage["completion_tokens"] = (usage.get("completion_tokens") or 0) + carried
+        usage.pop("completion_tokens_details", None)  # of the rest alone
 
 
 def _says_nothing(chunk: Json) -> bool:
@@ -265,12 +294,15 @@ class _Choice:
         self._tools: dict[int, Json] = {}
         self._logprobs: list[Json] = []  # where the client asked for them
         self._said = 0  # tokens, up to the last one that came with a word
+        self.thinks = False  # that word was one of a thought
+        self.text_end = 0  # behind the last token of a text, as log-probabilities count
 
-    def cut_to_words(self) -> tuple[array[int], int] | None:
+    def cut_to_words(self, *, tokens_are_shown: bool) -> tuple[array[int], int] | None:
         """As `EngineStream.said_so_far`."""
         reply = self.reply
-        only_thoughts = self._reasoning and not self._content
-        if self._tools or only_thoughts or reply.discard_reason or not reply.prompt_token_ids:
+        if self._tools or reply.discard_reason or not reply.prompt_token_ids:
+            return None
+        if tokens_are_shown and self._said < len(reply.token_ids):
             return None
         reply.truncate(self._said)
         return reply.prompt_token_ids + reply.token_ids, self._said
@@ -281,10 +313,12 @@ class _Choice:
             self._logprobs.append(choice["logprobs"])
         if (text := choice.get("text")) is not None:
             self._content.append(_typed(str, text) or "")
+            self._note_words(text, None)
+            self.text_end = _text_end(choice) or self.text_end
         else:
-            self._say(choice["delta"], call.tool_call_prefix)
-            if choice["delta"].get("content"):
-                self._said = len(self.reply.token_ids)
+            delta = choice["delta"]
+            self._say(delta, call.tool_call_prefix)
+            self._note_words(delta.get("content"), delta.get("reasoning"))
         if (finish := _typed(str, choice.get("finish_reason"))) is not None:
             self.reply.finish_reason = finish
             self.reply.stop_reason = choice.get("stop_reason")
@@ -296,9 +330,16 @@ class _Choice:
         self.reply.add(run.token_ids, run.logprobs, version)
         if run.content:
             self._content.append(run.content)
-            self._said = len(self.reply.token_ids) - run.unsaid
         if run.reasoning:
             self._reasoning.append(run.reasoning)
+        if run.content or run.reasoning:
+            self._said = len(self.reply.token_ids) - run.unsaid
+            self.thinks = run.thinks
+
+    def _note_words(self, content: object, thought: object) -> None:
+        if content or thought:
+            self._said = len(self.reply.token_ids)
+            self.thinks = not content
 
     def close(self, head: Json, usage: Json | None) -> SampledCompletion:
         self.reply.response = {
@@ -374,6 +415,14 @@ def _typed(kind: type[T], value: Any) -> T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{kind.__name__} expected, not {type(value).__name__}")
     return value
+
+
+def _text_end(choice: Json) -> int | None:
+    """Where the next token's text begins, as vLLM counts in its log-probabilities."""
+    told = choice.get("logprobs") or {}
+    if not told.get("text_offset") or not told.get("tokens"):
+        return None
+    return int(told["text_offset"][-1]) + len(told["tokens"][-1])
 
 
 def _joined(parts: list[Json]) -> Json:

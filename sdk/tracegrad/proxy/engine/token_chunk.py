@@ -44,13 +44,14 @@ _LOGPROB = re.compile(rb'"logprob":(%b)' % _NUMBER)
 
 class TokenRun(NamedTuple):
     """What some chunks said, in order. `unsaid`: how many of the tokens, the last ones, came
-    without a word: a letter of theirs is not whole yet."""
+    without a word: a letter of theirs is not whole yet. `thinks`: the last word was a thought's."""
 
     content: str
     reasoning: str
     token_ids: list[int]
     logprobs: list[float]
     unsaid: int = 0
+    thinks: bool = False
 
 
 class TokenChunkReader:
@@ -61,9 +62,10 @@ class TokenChunkReader:
         self._head = head
         self._shown = shown
         self._shows_all = shown.ids and shown.logprobs
-        self._content: list[bytes] = []  # JSON strings
-        self._reasoning: list[bytes] = []
-        self.token_ids: list[bytes] = []  # one text a chunk that `take` has not given yet
+        # One of each a chunk that `take` has not given yet.
+        self._kinds: list[bytes] = []
+        self._texts: list[bytes] = []  # JSON strings
+        self.token_ids: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._frames: list[re.Match[bytes]] = []  # behind those, what is not taken apart yet
 
@@ -101,7 +103,8 @@ class TokenChunkReader:
             values = (first,) if other is None else _LOGPROB.findall(logprobs)
             if len(values) != ids.count(b",") + 1:
                 break  # chunks are joined: one without a value would shift those behind it
-            (self._content if kind == b"content" else self._reasoning).append(text)
+            self._kinds.append(kind)
+            self._texts.append(text)
             self.token_ids.append(ids)
             self._logprobs += values
             if not self._shows_all:
@@ -151,7 +154,8 @@ class TokenChunkReader:
     def _take_apart(self) -> None:
         for chunk in self._frames:
             kind, text, value, ids = chunk.group(1, 2, 4, 6)
-            (self._content if kind == b"content" else self._reasoning).append(text)
+            self._kinds.append(kind)
+            self._texts.append(text)
             self.token_ids.append(ids)
             self._logprobs.append(value)
         self._frames.clear()
@@ -159,25 +163,31 @@ class TokenChunkReader:
     def take(self) -> TokenRun:
         """All that is pending."""
         self._take_apart()
+        unsaid, thinks = self._end()
         run = TokenRun(
-            _joined(self._content),
-            _joined(self._reasoning),
+            self._said(b"content"),
+            self._said(b"reasoning"),
             orjson.loads(b"[%b]" % b",".join(self.token_ids)),
             [float(each) for each in self._logprobs],
-            self._unsaid(),
+            unsaid,
+            thinks,
         )
-        for pending in (self._content, self._reasoning, self.token_ids, self._logprobs):
+        for pending in (self._kinds, self._texts, self.token_ids, self._logprobs):
             pending.clear()
         return run
 
-    def _unsaid(self) -> int:
-        texts = self._content or self._reasoning
+    def _said(self, kind: bytes) -> str:
+        pairs = zip(self._kinds, self._texts, strict=True)
+        return _joined([text for each, text in pairs if each == kind])
+
+    def _end(self) -> tuple[int, bool]:
+        """`unsaid` and `thinks` of what is pending."""
         wordless = 0
-        for text, ids in zip(reversed(texts), reversed(self.token_ids), strict=False):
-            if text != b'""':
-                break
-            wordless += ids.count(b",") + 1
-        return wordless
+        for at in range(len(self._texts) - 1, -1, -1):
+            if self._texts[at] != b'""':
+                return wordless, self._kinds[at] == b"reasoning"
+            wordless += self.token_ids[at].count(b",") + 1
+        return wordless, False
 
 
 def _is_utf8(found: re.Match[bytes]) -> bool:

@@ -207,7 +207,6 @@ def test_a_stream_of_another_dialect_goes_on(
         ({"response_format": {"type": "json_object"}}, STORY, 3),
         ({"max_tokens": 12}, STORY, 3),
         ({}, Answer("", [("look", '{"q": 1, "much": "more"}')]), 2),
-        ({}, Answer("what came of it", reasoning="a long thought about it"), 4),
     ],
 )
 def test_what_cannot_go_on_is_an_error_and_an_aborted_turn(
