@@ -17,8 +17,8 @@ from tracegrad import trace  # 1
 SERVER = {
     "command": sys.executable,
     "args": [str(Path(__file__).with_name("mcp_server.py"))],
-    # An MCP client gives a server none of its own environment.
-    "env": {"TRACEGRAD_URL": os.environ["TRACEGRAD_URL"], "TRACEGRAD_INSTRUMENT": "mcp"},  # 3
+    # An MCP client gives a server none of its own environment; it is not to give rewards.
+    "env": {**os.environ, "TRACEGRAD_INSTRUMENT": "mcp", "TRACEGRAD_API_KEY": ""},  # 3
 }
 
 
