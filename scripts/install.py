@@ -22,6 +22,7 @@ PYTHON = VENV / "bin" / "python"
 LOG = VENV / "install.log"
 TORCH = "torch==2.13.0+cpu"
 TORCH_LOCK = ROOT / "requirements" / "torch-cpu.txt"  # with hashes
+VERSION = ROOT / "sdk" / "tracegrad" / "version.py"  # which is in the metadata that is installed
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -39,7 +40,7 @@ def has_gpu() -> bool:
 
 def stamp_for(lock: Path) -> Path:
     """A file that is there when `lock`, and with it this project, is installed."""
-    files = (lock, TORCH_LOCK, ROOT / "pyproject.toml")
+    files = (lock, TORCH_LOCK, ROOT / "pyproject.toml", VERSION)
     parts = (*(file.read_bytes() for file in files), sys.version.encode())
     return VENV / f".installed-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}"
 

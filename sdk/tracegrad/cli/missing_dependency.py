@@ -11,7 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 
+from tracegrad.version import VERSION
+
 _DISTRIBUTION = "tracegrad"
+
+
+def print_version_if_asked() -> None:
+    """`--version` and nothing else: it needs no library, so that a report of a fault has it."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"tracegrad {VERSION}")
+        sys.exit()
 
 
 @contextmanager
