@@ -7,7 +7,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
-	controls cli-agent sql-agent multi-agent distillation check install install-dev lock
+	controls cli-agent sql-agent multi-agent distillation check install install-dev lock dist sbom test-packages image
 
 install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
@@ -30,10 +30,13 @@ test: test-fast  ## all that CI runs: then client libraries, CLI agents and the 
 	$(FILE_BY_FILE) -m "(vllm or agents or docker) and not slow" tests/integration tests/faults tests/agents
 
 test-fast: install-dev  ## no vLLM, no CLI agents, no containers, no client libraries' own suites
-	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker)" --ignore=tests/clients --ignore=tests/frameworks
+	$(SIDE_BY_SIDE) -m "not (slow or vllm or agents or docker or packages)" --ignore=tests/clients --ignore=tests/frameworks
 
 test-frameworks: install-dev  ## every agent framework's example, each in a Python of its own; some ten minutes the first time
 	$(FILE_BY_FILE) tests/frameworks
+
+test-packages: install-dev  ## the wheel on every Python from 3.11 to 3.14 that can be found (TRACEGRAD_PYTHONS: paths of more)
+	$(BIN)/python -m pytest -m packages tests/packages
 
 test-long: test  ## the long forms too, and every agent framework's example
 	$(FILE_BY_FILE) -m frameworks tests/frameworks
@@ -85,3 +88,24 @@ check: install-dev
 
 lock:
 	scripts/lock.sh
+
+TOOLS := .cache/tools
+$(TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install -q --no-deps --require-hashes -r $<
+	@touch $@
+
+dist: $(TOOLS)/.installed  ## the sdist and the wheel
+	rm -rf dist
+	$(TOOLS)/bin/python -m hatchling build -d dist
+
+# Of what the proxy's image holds; without pip, which is none of it.
+SBOM := .cache/sbom
+sbom: dist  ## dist/tracegrad.cdx.json: packages, versions and licences of an installed tracegrad[proxy,postgres], as CycloneDX
+	$(PYTHON) -m venv --clear --without-pip $(SBOM)
+	$(TOOLS)/bin/python -m pip --python $(SBOM)/bin/python install -q --no-deps --require-hashes -r requirements/proxy.txt
+	$(TOOLS)/bin/python -m pip --python $(SBOM)/bin/python install -q --no-deps --no-index dist/*.whl
+	$(TOOLS)/bin/cyclonedx-py environment --output-reproducible --output-format JSON -o dist/tracegrad.cdx.json $(SBOM)/bin/python
+
+image:  ## the proxy's image, tracegrad; the trainer's: docker build --target trainer .
+	docker build -t tracegrad .
