@@ -90,12 +90,14 @@ def _answers(url: str) -> bool:
 def make(python: str | Path, folder: Path, requirement: str) -> CleanVenv:
     """With `requirement`, such as `tracegrad.whl[proxy]`, installed from the package index.
 
-    Raises AssertionError, with what pip said.
+    Raises AssertionError, with what venv or pip said.
     """
     made = CleanVenv(folder)
-    subprocess.run(
-        [python, "-m", "venv", folder], env=made.environment(), check=True, capture_output=True
+    command = [python, "-m", "venv", folder]
+    done = subprocess.run(
+        command, env=made.environment(), capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stdout + done.stderr
     done = made.run("python", "-m", "pip", "install", "--no-input", "--no-compile", requirement)
     assert done.returncode == 0, done.stderr[-2000:]
     return made
