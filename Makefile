@@ -7,7 +7,7 @@ BIN := .venv/bin
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
-	controls cli-agent sql-agent multi-agent distillation check install install-dev lock dist sbom test-packages image
+	controls cli-agent sql-agent multi-agent distillation check docs install install-dev lock dist sbom test-packages image
 
 install:  ## what the demo needs
 	@$(PYTHON) scripts/install.py
@@ -85,6 +85,10 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install-dev  ## the site of docs/, in .cache/site; ends with an error at any warning, such as a link without an end
+	@$(PYTHON) scripts/install.py --dev --docs
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 lock:
 	scripts/lock.sh

