@@ -88,7 +88,7 @@ check: install-dev
 
 docs: install-dev  ## the site of docs/, in .cache/site; ends with an error at any warning, such as a link without an end
 	@$(PYTHON) scripts/install.py --dev --docs
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lock:
 	scripts/lock.sh

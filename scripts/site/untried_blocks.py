@@ -10,7 +10,9 @@ _MARK = re.compile(r"^<!-- not run: (.*?) -->$", re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    return _MARK.sub(
-        lambda found: f'<p class="untried">Not run by a test: {html.escape(found[1])}.</p>\n',
-        markdown,
-    )
+    return _MARK.sub(_note, markdown)
+
+
+def _note(found: re.Match[str]) -> str:
+    why = re.sub(r"`(.*?)`", r"<code>\1</code>", html.escape(found[1]))
+    return f'<p class="untried">Not run by a test: {why}.</p>\n'

@@ -172,7 +172,7 @@ def test_a_readmes_entry_points_are_there(path: Path) -> None:
 
 
 def test_every_link_between_pages_leads_somewhere() -> None:
-    pages = [*READMES, *(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    pages = [*READMES, *(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     broken = []
     for page in pages:
         for target in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text("utf-8")):

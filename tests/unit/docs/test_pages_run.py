@@ -1,8 +1,8 @@
-"""What the pages for readers who begin tell them to type works: each page from its first block to its
-last, in one folder, which has a run of two steps and a proxy before a scripted engine.
+"""What the pages for readers who begin tell them to type works: each page from its first block to
+its last, in one folder, which has a run of two steps and a proxy before a scripted engine.
 
-A block is run unless it says why not: `<!-- not run: REASON -->` before it. TOML is read as settings,
-unless `<!-- file: NAME -->` says which other file it is.
+A block is run unless it says why not: `<!-- not run: REASON -->` before it. TOML is read as
+settings, unless `<!-- file: NAME -->` says which other file it is.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Path]:
+def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A copy of it, with a proxy on its store at TRACEGRAD_URL."""
     here = tmp_path / "here"
     shutil.copytree(trained, here)
@@ -104,6 +102,11 @@ def _try(block: Block, where: str, folder: Path, own: Mapping[str, str]) -> None
 
 def _run(command: list[str], where: str, folder: Path) -> None:
     done = subprocess.run(
-        command, cwd=folder, text=True, timeout=250, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command,
+        cwd=folder,
+        text=True,
+        timeout=250,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, f"{where} ended with {done.returncode}:\n{done.stdout[-3000:]}"
