@@ -1,4 +1,4 @@
-"""The proxy's HTTP interface: its OpenAPI document as a file of the site, and its routes as a page."""
+"""The proxy's HTTP interface: its OpenAPI document, and a page of its routes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ INTRODUCTION = """\
 
 This page is made of the proxy's OpenAPI document, which a running proxy serves as `/openapi.json`;
 [this copy](openapi.json) is of the same version as the page. [The proxy](../proxy.md) says what the
-routes do, [access and keys](../proxy.md#access-and-keys) who may call which. Every path of LLM calls
-is there a second time below `/rollouts/{rollout}`, for calls of that rollout.
+routes do, [access and keys](../proxy.md#access-and-keys) who may call which. Every path of LLM
+calls is there a second time below `/rollouts/{rollout}`, for calls of that rollout.
 """
 GROUPS = {
     "LLM calls": lambda path: path.startswith(("/v1/", "/v1beta/")) and path != "/v1/traces",

@@ -8,6 +8,8 @@ settings, unless `<!-- file: NAME -->` says which other file it is.
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,12 +17,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from support.docs.blocks import DOCS, Block, blocks_of
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_with_engine import proxy_with_engine
 from support.proxy.servers import EngineServer, serving
-from support.trainer.prepared_run import SMALL, fill, save_smallest_model
+from support.trainer.prepared_run import save_smallest_model
+from support.trainer.step_samples import trained as take_steps
+from tracegrad.cli.app import app as tracegrad_app
+from tracegrad_trainer.cli.app import app as trainer_app
 from tracegrad_trainer.config.trainer import load_settings
 
 FOLDERS = ("howto", "coming-from")
@@ -30,8 +36,9 @@ PAGES = sorted(
 )
 SHELL, PYTHON, SETTINGS = "sh", "python", "toml"
 SHOWN = ("text", "json")  # output, and what is sent: nothing to run
-# The run that a page speaks of, and the one of the test.
-OWN = {"howto/reproduce-a-step.md": {"812": "2"}}
+# What a page says, and what it is in the run of the test.
+OWN = {"01a220c7c3fc": "t2r0", "812": "2"}
+COMMANDS = {"tracegrad": tracegrad_app, "trainer": trainer_app}
 PROXY = "http://127.0.0.1:4141"
 
 
@@ -40,12 +47,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `model`, and with `.tracegrad` of two steps."""
     folder = tmp_path_factory.mktemp("trained")
     save_smallest_model(folder / "model")
-    (folder / ".tracegrad").mkdir()
-    fill(f"sqlite:///{folder}/.tracegrad/store.db", groups=8)
-    settings = {"model": folder / "model", **SMALL}
-    sets = [f"--set={name}={value}" for name, value in settings.items()]
-    command = [sys.executable, "-m", "tracegrad_trainer", "step", "--steps=2", *sets]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
+    take_steps(folder, 4, 2, state_dir=folder / ".tracegrad")
     return folder
 
 
@@ -62,6 +64,8 @@ def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.setenv("TRACEGRAD_URL", proxy.url)
         monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         monkeypatch.delenv("TRACEGRAD_API_KEY", raising=False)
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.chdir(here)
         yield here
         proxy.close_clients()
 
@@ -69,7 +73,7 @@ def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_works_as_it_is_written(page: str, folder: Path) -> None:
     for block in blocks_of(page):
-        own = {PROXY: os.environ["TRACEGRAD_URL"], **OWN.get(page, {})}
+        own = {PROXY: os.environ["TRACEGRAD_URL"], **OWN}
         _try(block, f"docs/{page}:{block.line}", folder, own)
 
 
@@ -97,7 +101,21 @@ def _try(block: Block, where: str, folder: Path, own: Mapping[str, str]) -> None
     elif block.language == PYTHON:
         _run([sys.executable, "-c", text], where, folder)
     else:
+        _type(text, where, folder)
+
+
+def _type(text: str, where: str, folder: Path) -> None:
+    """A block whose every line is a plain command of ours needs no new Python for each."""
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if "|" not in line]
+    plain = len(lines) == len(text.splitlines()) and not re.search(
+        r"[$&><]|^tracegrad run", text, re.M
+    )
+    if not plain or not all(words and words[0] in COMMANDS for words in lines):
         _run(["bash", "-euo", "pipefail", "-c", text], where, folder)
+        return
+    for words in lines:
+        done = CliRunner().invoke(COMMANDS[words[0]], words[1:])
+        assert done.exit_code == 0, f"{where}: {' '.join(words)}\n{done.output}\n{done.exception!r}"
 
 
 def _run(command: list[str], where: str, folder: Path) -> None:
