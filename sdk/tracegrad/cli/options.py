@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import getpass
 import inspect
-import re
 import socket
-import time
 from collections.abc import Callable
-from datetime import datetime
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from tracegrad.events import Outcome
+from tracegrad.inspect.filter_text import WHEN, read_tags, read_time
 from tracegrad.store import OPEN, RolloutFilter
 from tracegrad.store.filters import STATES
 from tracegrad.version import VERSION
-
-_AGO = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
-_WHEN = "a date (2026-11-20), a time (2026-11-20T14:00), seconds since 1970, or how long ago (7d)"
 
 
 def who_decides() -> str:
@@ -100,7 +95,7 @@ def rollout_filter(
         list[str] | None, typer.Option(metavar="K=V", help="Only with this tag; may be repeated.")
     ] = None,
     since: Annotated[
-        str | None, typer.Option(metavar="WHEN", help=f"Opened then or later: {_WHEN}.")
+        str | None, typer.Option(metavar="WHEN", help=f"Opened then or later: {WHEN}.")
     ] = None,
     until: Annotated[str | None, typer.Option(metavar="WHEN", help="Opened before that.")] = None,
     min_reward: Annotated[
@@ -145,24 +140,15 @@ with_rollout_filter = with_options(which=rollout_filter)
 
 
 def parse_tags(pairs: list[str]) -> dict[str, str]:
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals):
-            raise typer.BadParameter(f"{pair!r}; write key=value", param_hint="--tag")
-        found[key] = value
-    return found
+    try:
+        return read_tags(pairs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--tag") from None
 
 
 def parse_time(text: str | None, option: str) -> float | None:
     """Seconds since the epoch. Dates and times without a zone are local ones."""
-    if text is None:
-        return None
-    if ago := re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text):
-        return time.time() - float(ago[1]) * _AGO[ago[2]]
-    if re.fullmatch(r"\d{9,}(\.\d+)?", text):
-        return float(text)
     try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError):
-        raise typer.BadParameter(f"{text!r}; write {_WHEN}", param_hint=option) from None
+        return None if text is None else read_time(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None

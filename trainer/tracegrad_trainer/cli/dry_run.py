@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.console import Group as Lines
 from rich.text import Text
 
-from tracegrad.cli.render.format import one_line
+from tracegrad.inspect.display_text import one_line
 from tracegrad.inspect.reasons import untrained_text
 from tracegrad.store import IncompleteGroup, Store, StoreError
 from tracegrad.store.read.scorings import ScoringFailure

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.render.console import clear_progress, show_progress
-from tracegrad.cli.render.format import printable
 from tracegrad.cli.store_option import JsonOption, StoreOption, open_store, print_json
+from tracegrad.inspect.display_text import printable
 from tracegrad.store import ALL, RolloutFilter
 from tracegrad.store.maintenance import DoctorReport, Finding, RolloutSelection, examine
 from tracegrad.text_format import format_count

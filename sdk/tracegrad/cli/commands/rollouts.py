@@ -15,7 +15,6 @@ from tracegrad.cli.render.explanation import (
     render_explanation,
     render_reason_counts,
 )
-from tracegrad.cli.render.format import one_line
 from tracegrad.cli.render.json import detail_json, indexed_turn_json, summary_json
 from tracegrad.cli.render.pass_rates import pass_rate_json, render_pass_rates
 from tracegrad.cli.render.rollout import render_one_turn, render_rollout
@@ -31,6 +30,7 @@ from tracegrad.cli.store_option import (
     open_store,
     print_json,
 )
+from tracegrad.inspect.display_text import one_line
 from tracegrad.inspect.pass_rates import pass_rates, useful_ks
 from tracegrad.inspect.rollout_time import time_of
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store

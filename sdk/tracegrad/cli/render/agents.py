@@ -9,8 +9,8 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging
-from tracegrad.cli.render.format import printable
 from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.inspect.display_text import printable
 from tracegrad.runner.recipe import SHIPPED, Recipe
 
 _LABEL = 12

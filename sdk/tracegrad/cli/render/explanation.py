@@ -10,10 +10,10 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import format_number, format_ranges, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.rollout_list import short_id_width
 from tracegrad.inspect.asked_settings import SETTINGS_REASONS, AskedSettings, asked_settings
+from tracegrad.inspect.display_text import format_number, format_ranges, one_line
 from tracegrad.inspect.forks import (
     ForkFinding,
     FrameDifference,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from tracegrad.cli.render.turn import rewards_of_turn
 from tracegrad.events import Reward
+from tracegrad.inspect.turn_standing import rewards_of_turn
 from tracegrad.store import RolloutDetail, RolloutSummary
 from tracegrad.store.read.task_titles import input_text
 

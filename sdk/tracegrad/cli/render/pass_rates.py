@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import format_number, one_line
 from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.inspect.display_text import format_number, one_line
 from tracegrad.inspect.pass_rates import PassRate
 from tracegrad.text_format import format_count
 

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, rule
-from tracegrad.cli.render.format import (
+from tracegrad.cli.render.rollout_list import outcome_text, task_text
+from tracegrad.cli.render.spans import render_spans
+from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
+from tracegrad.inspect.display_text import (
     clip,
     format_number,
     one_line,
@@ -16,9 +19,6 @@ from tracegrad.cli.render.format import (
     tag_text,
     training_text,
 )
-from tracegrad.cli.render.rollout_list import outcome_text, task_text
-from tracegrad.cli.render.spans import render_spans
-from tracegrad.cli.render.turn import TurnView, render_full_turn, render_turn, reward_text
 from tracegrad.inspect.reasons import (
     describe_idle,
     rollout_reason,

@@ -7,18 +7,27 @@ from typing import TypeVar
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import (
-    OUTCOME_STYLE,
+from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.events import Outcome
+from tracegrad.inspect.display_text import (
     format_number,
     one_line,
     tag_text,
     training_text,
 )
-from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.store import RolloutSummary
 from tracegrad.store.read.rollouts import TaskSummary
 from tracegrad.store.read.task_titles import is_hash, short_task_ids, title_of_task
 from tracegrad.text_format import format_age, shorten_apart
+
+OUTCOME_STYLE = {
+    Outcome.COMPLETED: "green",
+    Outcome.AGENT_ERROR: "red",
+    Outcome.BUDGET: "yellow",
+    Outcome.ENV_ERROR: "magenta",
+    Outcome.INFRA_ERROR: "magenta",
+    Outcome.ABORTED: "magenta",
+}
 
 Row = TypeVar("Row", RolloutSummary, TaskSummary)
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import one_line
 from tracegrad.cli.render.table import TableColumn, render_table
+from tracegrad.inspect.display_text import one_line
 from tracegrad.inspect.rollout_time import (
     STAGES,
     RolloutTime,

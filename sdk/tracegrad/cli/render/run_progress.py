@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tracegrad.cli.render.format import one_line
 from tracegrad.events import Outcome
+from tracegrad.inspect.display_text import one_line
 from tracegrad.jsonutil import dump_json
 from tracegrad.pass_at_k import SUCCESS, mean_pass_at_k
 from tracegrad.runner.attempt import Attempt

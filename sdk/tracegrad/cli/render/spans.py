@@ -9,8 +9,8 @@ from rich.text import Text
 
 from tracegrad import genai_attributes
 from tracegrad.cli.render.console import wrapped
-from tracegrad.cli.render.format import clip, format_ranges, one_line, printable
 from tracegrad.events import Span
+from tracegrad.inspect.display_text import clip, format_ranges, one_line, printable
 from tracegrad.inspect.tree_layout import shorten_guide, with_guides
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail

@@ -9,10 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging
-from tracegrad.cli.render.format import format_number, one_line
 from tracegrad.cli.render.rollout_list import task_columns
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.cli.render.task_list import outcomes_text, reward_text, task_json
+from tracegrad.inspect.display_text import format_number, one_line
 from tracegrad.store.read.rollouts import TaskSummary
 from tracegrad.store.read.task_health import SubjectHealth
 from tracegrad.text_format import format_age

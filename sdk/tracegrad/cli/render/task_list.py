@@ -7,10 +7,10 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import OUTCOME_STYLE, format_number
-from tracegrad.cli.render.rollout_list import task_columns
+from tracegrad.cli.render.rollout_list import OUTCOME_STYLE, task_columns
 from tracegrad.cli.render.table import TableColumn, render_table
 from tracegrad.events import Outcome
+from tracegrad.inspect.display_text import format_number
 from tracegrad.store import OPEN
 from tracegrad.store.read.rollouts import TaskSummary
 from tracegrad.text_format import format_age

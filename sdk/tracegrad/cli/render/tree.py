@@ -9,11 +9,10 @@ from typing import Any
 
 from rich.text import Text
 
-from tracegrad.cli.render.format import finish_reason_text, format_number, one_line
 from tracegrad.cli.render.rollout import rollout_title
 from tracegrad.cli.render.table import TableColumn, render_table
-from tracegrad.cli.render.turn import is_latest_reward, rewards_of_turn
 from tracegrad.events import Turn
+from tracegrad.inspect.display_text import finish_reason_text, format_number, one_line
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import untrained_reason
 from tracegrad.inspect.transcript import Transcript
@@ -26,6 +25,7 @@ from tracegrad.inspect.tree_layout import (
     shorten_guide,
     turn_chains,
 )
+from tracegrad.inspect.turn_standing import is_latest_reward, rewards_of_turn
 from tracegrad.store import RolloutDetail
 from tracegrad.text_format import format_count
 

@@ -8,22 +8,26 @@ from dataclasses import dataclass, field
 from rich.text import Text
 
 from tracegrad.cli.render.console import hanging, indented, rule
-from tracegrad.cli.render.format import (
+from tracegrad.events import Reward, Turn
+from tracegrad.inspect.display_text import (
     clip,
     finish_reason_text,
     format_number,
     one_line,
     printable,
-    training_text,
 )
-from tracegrad.events import Reward, Turn
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_text
 from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
+from tracegrad.inspect.turn_standing import (
+    disposition_text,
+    is_latest_reward,
+    late_by,
+    rewards_of_turn,
+    versions_text,
+)
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
-from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
-from tracegrad.store.types import COMPOSED_SOURCE
 from tracegrad.text_format import format_count, format_duration, format_time
 
 COLUMN = 11
@@ -34,6 +38,7 @@ _ROLE_STYLE = {"system": "dim", "developer": "dim", "user": "bold", "tool": "yel
 _LIMITS_BY_ROLE = {"system": (4, 400), "developer": (4, 400), "tool": (8, 800)}
 _DEFAULT_LIMITS = (16, 1200)
 _LONGEST_COMMENT = 200  # characters
+_FATE_STYLE = {"trained": "green", "waiting": "", "untrained": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +137,8 @@ def turn_title(index: int, how: TurnView) -> Text:
     missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.reason == how.of_rollout:
         return title
-    fate, style = disposition_text(turn, how.detail)
-    return title.append("  ").append(fate, style=f"not bold {style}")
+    fate, kind = disposition_text(turn, how.detail)
+    return title.append("  ").append(fate, style=f"not bold {_FATE_STYLE[kind]}")
 
 
 def _summary(turn: Turn, detail: RolloutDetail) -> Text:
@@ -150,31 +155,6 @@ def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     return Text(" · ".join(one_line(part) for part in parts if part), style="dim")
 
 
-def versions_text(turn: Turn) -> str:
-    spans = [(version, amount) for version, amount in turn.policy_versions if amount]
-    if len(spans) == 1:
-        return f"version {spans[0][0]}"
-    return ", ".join(f"{amount} by version {version}" for version, amount in spans)
-
-
-def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, str]:
-    """What became of the turn, and a style."""
-    fate = detail.dispositions.get(turn.turn_id)
-    missing = untrained_reason(turn, detail)
-    if missing is None:
-        return f"trained in step {fate.step if fate else None}", "green"
-    if not missing.final:
-        return f"not trained yet: {training_text(detail.summary)}", ""
-    how = "not trained" if fate is not None or not turn.untrainable else "not trainable"
-    return f"{how}: {one_line(missing.reason)}", "yellow"
-
-
-def rewards_of_turn(index: int, detail: RolloutDetail) -> list[Reward]:
-    """Given for this turn, in order of arrival."""
-    known = agent_turn_indices(detail.turns)
-    return [r for r in detail.rewards if turn_of_reward(r, known) == index]
-
-
 def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
     """Struck through where a later one revises it, unless training has used it."""
     value = "taken back" if reward.value is None else format_number(reward.value)
@@ -187,40 +167,13 @@ def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
     if reward.comment:
         text.append(f"  “{one_line(reward.comment)[:_LONGEST_COMMENT]}”", style="dim")
     if detail.came_late(reward):
-        text.append(f"  came {_late_by(detail)}: not used", style="yellow")
+        text.append(f"  came {late_by(detail)}: not used", style="yellow")
     if is_latest_reward(reward, detail):
         return text
     if is_latest_reward(reward, detail, in_time=True):
         return text.append("  training took this one", style="dim")
     text.stylize("strike")
     return text.append("  revised", style="not strike dim")
-
-
-def _late_by(detail: RolloutDetail) -> str:
-    row = detail.summary
-    if row.state != "consumed":
-        return "while it was being trained"
-    if row.consumed_step is None:
-        return "after its turns were skipped"
-    return f"after step {row.consumed_step}"
-
-
-def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
-    """Of all that have its name and turn; `in_time`: of those that training could take. A composed
-    one revises those before it, and none that somebody gave: these are parts of it."""
-    turns = len(agent_turn_indices(detail.turns))
-
-    def given_for(each: Reward) -> tuple[str, int | None, bool]:
-        behind = each.turn is not None and each.turn < 0
-        turn = each.turn + turns if behind and each.turn is not None else each.turn
-        return each.name, turn, each.source == COMPOSED_SOURCE
-
-    # The last in arrival, as the ledger has it.
-    same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
-    if in_time:
-        same = [each for each in same if not detail.came_late(each)]
-        return detail.rewards_taken and same[-1:] == [reward]
-    return same[-1] is reward
 
 
 def _tools(index: int, how: TurnView) -> Iterator[Text]:

@@ -12,8 +12,8 @@ from support.store.events import make_turn, rollout_events
 from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
-from tracegrad.cli.render.turn import rewards_of_turn
 from tracegrad.events import Outcome, Reward, RolloutFinished
+from tracegrad.inspect.turn_standing import rewards_of_turn
 from tracegrad.store import Ledger, Store, TurnCounts, lease_by_rollout
 from tracegrad.store.read.training_samples import deciding_turn, turn_rewards
 

@@ -1,21 +1,12 @@
-"""Small texts for people: numbers, safe strings, states."""
+"""Small texts that the command line and the web page show alike: numbers, safe strings, states."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tracegrad.events import Outcome, Turn
+from tracegrad.events import Turn
 from tracegrad.store import RolloutSummary
 from tracegrad.store.types import HELD_OUT
-
-OUTCOME_STYLE = {
-    Outcome.COMPLETED: "green",
-    Outcome.AGENT_ERROR: "red",
-    Outcome.BUDGET: "yellow",
-    Outcome.ENV_ERROR: "magenta",
-    Outcome.INFRA_ERROR: "magenta",
-    Outcome.ABORTED: "magenta",
-}
 
 
 def printable(text: str) -> str:
