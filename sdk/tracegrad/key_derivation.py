@@ -36,6 +36,13 @@ def derive_key(admin_key: str, rollout_id: str, scope: KeyScope = CALLS) -> str:
     return f"{API_KEY_PREFIX}{rollout_id}.{text}"
 
 
+def sign_text(admin_key: str, purpose: str, text: str) -> str:
+    """HMAC-SHA-256 of a text under the admin key, in hex: whoever has the key proves that the text
+    was its own. `purpose` keeps what is signed for one use from being used for another."""
+    message = f"tracegrad {purpose} 1\0{text}".encode()
+    return hmac.new(admin_key.encode(), message, hashlib.sha256).hexdigest()
+
+
 def is_secret_key(key: str) -> bool:
     """Whether it is the key of one rollout, made from a secret, and not one that only names it."""
     return SECRET_KEY.fullmatch(key) is not None

@@ -67,13 +67,19 @@ FLOORS = {
     "tracegrad.transfer": 3,
     "tracegrad.proxy.config": 3,
     "tracegrad.proxy.store_async": 3,
-    "tracegrad.proxy": 4,
-    "tracegrad.inspect": 5,
-    "tracegrad.runner": 5,
-    "tracegrad.cli": 6,
-    "tracegrad_integrations": 6,
-    "tracegrad_trainer": 7,
-    "tracegrad": 7,  # the package's own __init__ gathers the public names
+    "tracegrad.proxy.shared_log": 3,
+    "tracegrad.proxy.http": 4,
+    "tracegrad.proxy.dialects": 5,
+    "tracegrad.proxy.prompt_reuse": 6,
+    # Reads recorded calls in every dialect; the proxy serves the page that shows them.
+    "tracegrad.inspect": 7,
+    "tracegrad.ui": 8,
+    "tracegrad.proxy": 9,
+    "tracegrad.runner": 9,
+    "tracegrad.cli": 10,
+    "tracegrad_integrations": 10,
+    "tracegrad_trainer": 11,
+    "tracegrad": 11,  # the package's own __init__ gathers the public names
 }
 # Package -> its layers, the lowest first. Parts of one layer do not import each other.
 LAYERS: dict[str, tuple[str, ...]] = {
@@ -87,10 +93,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
-        "shared_counts shared_log",
-        "http",
-        "auth dialects",
-        "engine prompt_reuse",
+        "shared_counts",
+        "auth",
+        "engine",
         "metrics",
         "capture",
         "otel",
@@ -98,6 +103,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "app",
         "workers",
         "cli",
+    ),
+    "tracegrad.ui": (
+        "paging security",
+        "environment",
+        "live pages",
+        "app",
     ),
     "tracegrad.cli": (
         "missing_dependency render options store_option",
@@ -134,7 +145,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
 HEAVY = {"sqlalchemy", "alembic", "fastapi", "starlette", "uvicorn", "aiohttp", "pydantic",
          "pydantic_settings", "numpy", "torch", "vllm", "rich", "typer"}  # fmt: skip
 NOT_THE_AGENTS = {f"tracegrad.{part}" for part in ("settings_sources", "store", "chat", "proxy",
-                  "proxy.config", "proxy.store_async", "inspect", "cli")}  # fmt: skip
+                  "proxy.config", "proxy.store_async", "proxy.shared_log", "proxy.http",
+                  "proxy.dialects", "proxy.prompt_reuse", "inspect", "ui", "cli")}  # fmt: skip
 
 
 def module_name(path: Path) -> str:

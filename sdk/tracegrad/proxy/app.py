@@ -12,7 +12,7 @@ import orjson
 from fastapi import FastAPI
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -69,6 +69,8 @@ from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.write.parent_cache import MAX_TURNS
+from tracegrad.ui.app import make_ui
+from tracegrad.ui.security import BASE as PAGE_PATH
 from tracegrad.urls import masked
 
 # Seconds of silence after which a stream says something. Clients give up after 120 or more
@@ -206,6 +208,8 @@ def create_app(
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
+    app.router.routes.append(Route("/", _home))
+    app.mount(PAGE_PATH, make_ui(store, sessions=access.sessions))
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
     if others is not None:
@@ -339,6 +343,10 @@ def _dialect_at(path: str) -> Dialect:
 
 async def _state(gate: WeightUpdateGate, writer: EventWriter) -> Json:
     return {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
+
+
+async def _home(_: Request) -> Response:
+    return RedirectResponse(PAGE_PATH, 303)
 
 
 def _health(state: Callable[[], Awaitable[Json]]) -> Route:

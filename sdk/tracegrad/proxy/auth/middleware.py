@@ -16,7 +16,9 @@ for both as well: whoever pushes finds out by it that the proxy was started agai
 `/metrics` names no rollout and no model, but counts: it takes the admin key, or a key of its own
 that opens nothing else (`metrics_key`).
 
-A key may come in any of the places where the vendors' clients put theirs.
+A key may come in any of the places where the vendors' clients put theirs. The web page (`/ui`)
+takes the admin key, or the session that a person got for it (`tracegrad.ui.security`), which opens
+nothing else; whoever is not logged in is led to its form.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from time import monotonic
 from typing import TypeVar
 from urllib.parse import parse_qsl
 
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tracegrad.events import Event, Span
@@ -48,6 +50,7 @@ from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollo
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.proxy.http.request import ClientDisconnected
 from tracegrad.proxy.http.request_body import BodyReader
+from tracegrad.ui.security import Sessions, is_page, login_location, needs_no_key, session_of
 
 OPEN_PATHS = frozenset({"/healthz"})
 _GATE, _PUSHES = "/api/push", "/api/push/"
@@ -140,6 +143,7 @@ class Authenticator:
         control_key: str | None = None,
         metrics_key: str | None = None,
     ) -> None:
+        self.sessions = Sessions(admin_key)
         self._admin_key = admin_key
         self._admin = hash_key(admin_key) if admin_key is not None else None
         self._control = hash_key(control_key) if control_key is not None else None
@@ -253,7 +257,7 @@ class AuthMiddleware:
             receive = await self._bodies.read(scope, receive, lease)
             await self._app(scope, receive, send)
         except ApiError as error:
-            response = self._refusal(scope["path"], error)
+            response = self._refusal(scope, error)
             await response(scope, receive, send)
         except ClientDisconnected:
             return
@@ -271,6 +275,8 @@ class AuthMiddleware:
             return Caller()
         if path == METRICS_PATH and self._access.may_read_metrics(headers, scope["query_string"]):
             return Caller()
+        if is_page(path) and (visitor := self._visitor(path, headers)) is not None:
+            return visitor
         caller = await self._access.authenticate(scope["method"], headers, scope["query_string"])
         if pushes and not caller.bound:
             raise self._access.push_refusal()
@@ -278,8 +284,19 @@ class AuthMiddleware:
             _check_place(caller, scope["method"], path, headers)
         return caller
 
-    def _refusal(self, path: str, error: ApiError) -> Response:
-        response = error.response(self._shape(path, error))
+    def _visitor(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Caller | None:
+        """Who looks at the page in a browser; None: they need a key, or none is asked for."""
+        sessions = self._access.sessions
+        if sessions.is_valid(session_of(headers)):
+            return Caller(admin=True)
+        if sessions.asks_for_key and needs_no_key(path):
+            return Caller(scopes=frozenset(), source="nobody")
+        return None
+
+    def _refusal(self, scope: Scope, error: ApiError) -> Response:
+        if error.status == 401 and (login := login_location(scope)) is not None:
+            return RedirectResponse(login, 303)
+        response = error.response(self._shape(scope["path"], error))
         if error.status == 401:
             response.headers["www-authenticate"] = "Bearer"
         return response

@@ -116,12 +116,16 @@ def list_ordered(
         )
         .limit(limit)
     )
-    ids = list(connection.scalars(query))
+    return load_summaries(connection, list(connection.scalars(query)))
+
+
+def load_summaries(connection: Connection, ids: Sequence[str]) -> list[RolloutSummary]:
+    """Of those rollouts that there are, in the order of their ids in `ids`."""
     found = _summaries(
         connection, rows_of_keys(connection, _summary_query(), Rollouts.rollout_id, ids)
     )
     by_id = {summary.rollout_id: summary for summary in found}
-    return [by_id[rollout_id] for rollout_id in ids]
+    return [by_id[rollout_id] for rollout_id in ids if rollout_id in by_id]
 
 
 _BELOW_EVERY_REWARD = -1e308

@@ -1,0 +1,199 @@
+"""The page as an ASGI application, which the proxy mounts at /ui: routes, and what they answer
+where something is wrong. What a page shows is in `pages`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from jinja2 import Environment
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from tracegrad.proxy.store_async import run_in_thread
+from tracegrad.store import Store
+from tracegrad.store.errors import StoreUnavailable, UnknownRollout
+from tracegrad.ui import live
+from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
+from tracegrad.ui.pages import rollouts
+from tracegrad.ui.paging import link
+from tracegrad.ui.security import (
+    BASE,
+    LOGIN,
+    SESSION_COOKIE,
+    SESSION_S,
+    FormTokens,
+    PageHeaders,
+    Refused,
+    Sessions,
+    is_secure,
+    local_path,
+)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class NavigationLink(NamedTuple):
+    """An entry of the bar on top. `path` is below BASE."""
+
+    title: str
+    path: str
+
+
+NAVIGATION = (NavigationLink("Rollouts", "rollouts"),)
+
+
+def make_ui(store: Store, *, sessions: Sessions) -> Starlette:
+    """`store` is read and stays open. `sessions`: those of the proxy's admin key."""
+    return Starlette(
+        routes=Pages(store, sessions).routes(),
+        middleware=[Middleware(PageHeaders)],
+    )
+
+
+class Pages:
+    """The routes. Reads run in threads, as does the making of the page out of them."""
+
+    def __init__(self, store: Store, sessions: Sessions) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._tokens = FormTokens(sessions)
+        self._environment: Environment = make_environment()
+
+    def routes(self) -> list[BaseRoute]:
+        def get(path: str, endpoint: Endpoint) -> Route:
+            return Route(path, self._guarded(endpoint), methods=["GET"])
+
+        def post(path: str, act: Callable[[Request, dict[str, str]], Awaitable[Response]]) -> Route:
+            """Every form is checked before its endpoint sees it."""
+
+            async def checked(request: Request) -> Response:
+                return await act(request, await self._tokens.read(request))
+
+            return Route(path, self._guarded(checked), methods=["POST"])
+
+        return [
+            get("/", self._home),
+            get("/login", self._login_form),
+            post("/login", self._log_in),
+            post("/logout", self._log_out),
+            get("/session", self._session),
+            get("/rollouts", self._rollouts),
+            get("/rollouts/events", self._new_rollouts),
+            Mount("/static", _Static(directory=STATIC_FOLDER)),
+            get("/{rest:path}", self._missing),
+        ]
+
+    def _guarded(self, endpoint: Endpoint) -> Endpoint:
+        async def answered(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except Refused as refused:
+                return await self._problem(request, str(refused), refused.status)
+            except UnknownRollout as unknown:
+                return await self._problem(request, str(unknown), 404)
+            except StoreUnavailable as error:
+                return await self._problem(request, f"the store cannot be read: {error}", 503)
+            except ValueError as error:
+                return await self._problem(request, str(error), 400)
+
+        return answered
+
+    async def page(
+        self, request: Request, template: str, status: int = 200, **values: Any
+    ) -> HTMLResponse:
+        """The page that a template makes; `values` are its own."""
+        made = await run_in_thread(
+            render, self._environment, template, **self._of_every_page(request), **values
+        )
+        response = HTMLResponse(made, status)
+        self._tokens.remember(request, response)
+        return response
+
+    def _of_every_page(self, request: Request) -> dict[str, Any]:
+        return {
+            "navigation": NAVIGATION,
+            "here": request.url.path,
+            "csrf": self._tokens.of(request),
+            "logged_in": self._sessions.is_valid(request.cookies.get(SESSION_COOKIE)),
+        }
+
+    async def _problem(self, request: Request, message: str, status: int) -> Response:
+        return await self.page(request, "problem.html", status, message=message, status_code=status)
+
+    async def _missing(self, request: Request) -> Response:
+        return await self._problem(request, f"there is no page {request.url.path}", 404)
+
+    async def _home(self, _: Request) -> Response:
+        return RedirectResponse(rollouts.PATH, 303)
+
+    # Access
+
+    async def _login_form(self, request: Request) -> Response:
+        onward = local_path(request.query_params.get("next", BASE))
+        if not self._sessions.asks_for_key:
+            return RedirectResponse(onward, 303)
+        return await self.page(request, "login.html", onward=onward, wrong=False)
+
+    async def _log_in(self, request: Request, form: dict[str, str]) -> Response:
+        onward = local_path(form.get("next", BASE))
+        if not self._sessions.is_admin_key(form.get("key", "").strip()):
+            return await self.page(request, "login.html", 401, onward=onward, wrong=True)
+        response = RedirectResponse(onward, 303)
+        response.set_cookie(
+            SESSION_COOKIE,
+            self._sessions.start(),
+            max_age=int(SESSION_S),
+            path=BASE,
+            httponly=True,
+            samesite="strict",
+            secure=is_secure(request),
+        )
+        return response
+
+    async def _log_out(self, _: Request, __: dict[str, str]) -> Response:
+        response = RedirectResponse(LOGIN, 303)
+        response.delete_cookie(SESSION_COOKIE, path=BASE, httponly=True, samesite="strict")
+        return response
+
+    async def _session(self, _: Request) -> Response:
+        """For a page that another site's link led to: the browser withheld the session there."""
+        return Response(status_code=204)
+
+    # Rollouts
+
+    async def _rollouts(self, request: Request) -> Response:
+        sought = request.query_params.get("q", "").strip()
+        if sought:
+            found = await run_in_thread(rollouts.search, self._store, sought)
+            if len(found) == 1 or sought in found:
+                rollout_id = sought if sought in found else found[0]
+                return RedirectResponse(link(f"{rollouts.PATH}/{rollout_id}", []), 303)
+            return await self.page(request, "search.html", sought=sought, found=found)
+        query = rollouts.read_query(request.query_params.multi_items())
+        before = request.query_params.get("before")
+        values = await run_in_thread(rollouts.list_values, self._store, query, before)
+        return await self.page(request, "rollouts.html", 400 if query.error else 200, **values)
+
+    async def _new_rollouts(self, request: Request) -> Response:
+        query = rollouts.read_query(request.query_params.multi_items())
+        count = partial(rollouts.count_new, self._store, query, request.query_params.get("after"))
+        try:
+            new = await run_in_thread(count)
+        except StoreUnavailable:
+            return live.nothing()
+        return live.event("new", str(new))
+
+
+class _Static(StaticFiles):
+    """Links to these name a digest of what is in them."""
+
+    def file_response(self, *args: Any, **more: Any) -> Response:
+        response = super().file_response(*args, **more)
+        response.headers["cache-control"] = "public, max-age=31536000, immutable"
+        return response

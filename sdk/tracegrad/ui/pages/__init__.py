@@ -1,0 +1,1 @@
+"""One module a page: what it asks the store, and its template."""
