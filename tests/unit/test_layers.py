@@ -108,7 +108,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "paging security",
         "environment",
         "live pages",
-        "app",
+        "app single_file",
     ),
     "tracegrad.cli": (
         "missing_dependency render options store_option",

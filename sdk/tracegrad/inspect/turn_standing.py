@@ -50,19 +50,44 @@ def late_by(detail: RolloutDetail) -> str:
     return f"after step {row.consumed_step}"
 
 
-def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
-    """Of all that have its name and turn; `in_time`: of those that training could take. A composed
-    one revises those before it, and none that somebody gave: these are parts of it."""
-    turns = len(agent_turn_indices(detail.turns))
+class RewardStandings:
+    """Which of a rollout's rewards count, found out once for all of them."""
 
-    def given_for(each: Reward) -> tuple[str, int | None, bool]:
+    def __init__(self, detail: RolloutDetail) -> None:
+        self._known = agent_turn_indices(detail.turns)
+        self._taken = detail.rewards_taken
+        # The last in arrival, as the ledger has it.
+        self._last: dict[object, Reward] = {}
+        self._last_in_time: dict[object, Reward] = {}
+        self._by_turn: dict[int | None, list[Reward]] = {}
+        for reward in detail.rewards:
+            key = self._given_for(reward)
+            self._last[key] = reward
+            if not detail.came_late(reward):
+                self._last_in_time[key] = reward
+            self._by_turn.setdefault(self.turn(reward), []).append(reward)
+
+    def turn(self, reward: Reward) -> int | None:
+        """The index of the turn that it is for; None: it is for none, or for one that is not
+        there."""
+        return turn_of_reward(reward, self._known)
+
+    def of_turn(self, index: int | None) -> list[Reward]:
+        """Those for a turn, in order of arrival; None's are those of no turn that is there."""
+        return self._by_turn.get(index, [])
+
+    def is_latest(self, reward: Reward, *, in_time: bool = False) -> bool:
+        """Of all that have its name and turn; `in_time`: of those that training could take. A
+        composed one revises those before it, and none that somebody gave: these are parts of it."""
+        last = self._last_in_time if in_time else self._last
+        return (self._taken or not in_time) and last.get(self._given_for(reward)) is reward
+
+    def _given_for(self, each: Reward) -> object:
         behind = each.turn is not None and each.turn < 0
-        turn = each.turn + turns if behind and each.turn is not None else each.turn
+        turn = each.turn + len(self._known) if behind and each.turn is not None else each.turn
         return each.name, turn, each.source == COMPOSED_SOURCE
 
-    # The last in arrival, as the ledger has it.
-    same = [each for each in detail.rewards if given_for(each) == given_for(reward)]
-    if in_time:
-        same = [each for each in same if not detail.came_late(each)]
-        return detail.rewards_taken and same[-1:] == [reward]
-    return same[-1] is reward
+
+def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
+    """`RewardStandings.is_latest`, of one alone."""
+    return RewardStandings(detail).is_latest(reward, in_time=in_time)

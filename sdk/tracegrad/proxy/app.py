@@ -16,6 +16,8 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tracegrad.chat.model import ChatFormat
+from tracegrad.chat.token_pieces import token_pieces
 from tracegrad.events import Json
 from tracegrad.host_memory import keep_returning_memory
 from tracegrad.protocol import TRACES_PATH
@@ -70,6 +72,7 @@ from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.write.parent_cache import MAX_TURNS
 from tracegrad.ui.app import make_ui
+from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import BASE as PAGE_PATH
 from tracegrad.urls import masked
 
@@ -209,7 +212,10 @@ def create_app(
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
     app.router.routes.append(Route("/", _home))
-    app.mount(PAGE_PATH, make_ui(store, sessions=access.sessions))
+    app.mount(
+        PAGE_PATH,
+        make_ui(store, sessions=access.sessions, find_tokens=partial(_read_tokens, text)),
+    )
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
     if others is not None:
@@ -343,6 +349,12 @@ def _dialect_at(path: str) -> Dialect:
 
 async def _state(gate: WeightUpdateGate, writer: EventWriter) -> Json:
     return {"status": "ok", "version": gate.version, "writer": writer.load()._asdict()}
+
+
+async def _read_tokens(text: EngineRenderer | None) -> ReadTokens | None:
+    """How the page reads tokens: with the tokenizer that prompts are continued by."""
+    found = await text.get() if text is not None else None
+    return partial(token_pieces, found.tokenizer) if isinstance(found, ChatFormat) else None
 
 
 async def _home(_: Request) -> Response:

@@ -20,7 +20,7 @@ from tracegrad.store import Store
 from tracegrad.store.errors import StoreUnavailable, UnknownRollout
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
-from tracegrad.ui.pages import rollouts
+from tracegrad.ui.pages import rollout, rollouts, tokens
 from tracegrad.ui.paging import link
 from tracegrad.ui.security import (
     BASE,
@@ -35,6 +35,8 @@ from tracegrad.ui.security import (
     local_path,
 )
 
+# Finds out how the tokens of the model that is served are read; None: that is not known.
+FindsTokens = Callable[[], Awaitable[tokens.ReadTokens | None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -48,10 +50,16 @@ class NavigationLink(NamedTuple):
 NAVIGATION = (NavigationLink("Rollouts", "rollouts"),)
 
 
-def make_ui(store: Store, *, sessions: Sessions) -> Starlette:
+async def _no_tokenizer() -> None:
+    return None
+
+
+def make_ui(
+    store: Store, *, sessions: Sessions, find_tokens: FindsTokens = _no_tokenizer
+) -> Starlette:
     """`store` is read and stays open. `sessions`: those of the proxy's admin key."""
     return Starlette(
-        routes=Pages(store, sessions).routes(),
+        routes=Pages(store, sessions, find_tokens).routes(),
         middleware=[Middleware(PageHeaders)],
     )
 
@@ -59,8 +67,9 @@ def make_ui(store: Store, *, sessions: Sessions) -> Starlette:
 class Pages:
     """The routes. Reads run in threads, as does the making of the page out of them."""
 
-    def __init__(self, store: Store, sessions: Sessions) -> None:
+    def __init__(self, store: Store, sessions: Sessions, find_tokens: FindsTokens) -> None:
         self._store = store
+        self._find_tokens = find_tokens
         self._sessions = sessions
         self._tokens = FormTokens(sessions)
         self._environment: Environment = make_environment()
@@ -85,6 +94,10 @@ class Pages:
             get("/session", self._session),
             get("/rollouts", self._rollouts),
             get("/rollouts/events", self._new_rollouts),
+            get("/rollouts/{rollout}", self._rollout),
+            get("/rollouts/{rollout}/newer", partial(self._neighbour, newer=True)),
+            get("/rollouts/{rollout}/older", partial(self._neighbour, newer=False)),
+            get("/rollouts/{rollout}/turns/{turn:int}/tokens", self._turn_tokens),
             Mount("/static", _Static(directory=STATIC_FOLDER)),
             get("/{rest:path}", self._missing),
         ]
@@ -173,7 +186,7 @@ class Pages:
             found = await run_in_thread(rollouts.search, self._store, sought)
             if len(found) == 1 or sought in found:
                 rollout_id = sought if sought in found else found[0]
-                return RedirectResponse(link(f"{rollouts.PATH}/{rollout_id}", []), 303)
+                return RedirectResponse(rollouts.path_of(rollout_id), 303)
             return await self.page(request, "search.html", sought=sought, found=found)
         query = rollouts.read_query(request.query_params.multi_items())
         before = request.query_params.get("before")
@@ -188,6 +201,47 @@ class Pages:
         except StoreUnavailable:
             return live.nothing()
         return live.event("new", str(new))
+
+    # One rollout
+
+    async def _rollout(self, request: Request) -> Response:
+        rollout_id = request.path_params["rollout"]
+        turn = _whole_number(request, "turn")
+        query = rollouts.read_query(request.query_params.multi_items())
+
+        def values() -> dict[str, Any]:
+            first = rollout.page_of_turn(turn)
+            return rollout.rollout_values(
+                rollout.rollout_view(self._store, rollout_id, first), query
+            )
+
+        return await self.page(request, "rollout.html", **await run_in_thread(values))
+
+    async def _neighbour(self, request: Request, *, newer: bool) -> Response:
+        rollout_id = request.path_params["rollout"]
+        query = rollouts.read_query(request.query_params.multi_items())
+        found = await run_in_thread(rollouts.neighbour, self._store, rollout_id, query, newer=newer)
+        if found is None:
+            return RedirectResponse(link(rollouts.PATH, query.pairs), 303)
+        return RedirectResponse(link(rollouts.path_of(found), query.pairs), 303)
+
+    async def _turn_tokens(self, request: Request) -> Response:
+        """A page, or with `part` what goes into one."""
+        rollout_id = request.path_params["rollout"]
+        turn, first = request.path_params["turn"], _whole_number(request, "from")
+        read = await self._find_tokens()
+        view = await run_in_thread(tokens.tokens_view, self._store, rollout_id, turn, first, read)
+        values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
+        template = "tokens_part.html" if "part" in request.query_params else "tokens.html"
+        return await self.page(request, template, path=rollouts.path_of(rollout_id), **values)
+
+
+def _whole_number(request: Request, name: str) -> int:
+    """0 where the link has none. ValueError names it."""
+    text = request.query_params.get(name, "0")
+    if not (text.isdecimal() and len(text) <= 9):
+        raise ValueError(f"{name}: {text[:40]!r} is no whole number")
+    return int(text)
 
 
 class _Static(StaticFiles):

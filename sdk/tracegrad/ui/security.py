@@ -127,7 +127,9 @@ def login_location(scope: Scope) -> str | None:
 
 def local_path(given: str) -> str:
     """Where a form may lead on to: a page of ours and nowhere else."""
-    is_ours = is_page(given.partition("?")[0]) and "\\" not in given and given.isprintable()
+    path = given.partition("?")[0]
+    is_ours = is_page(path) and not {"\\", ".."} & {*path, *path.split("/")}
+    is_ours = is_ours and given.isprintable()
     return given if is_ours else BASE
 
 

@@ -1,12 +1,17 @@
-"""`tracegrad rollouts ls | show | tree | explain | time | pass`."""
+"""`tracegrad rollouts ls | show | tree | explain | time | pass | export`."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from tracegrad.atomic_file import atomic_write
+from tracegrad.chat.model import NotReproducible
+from tracegrad.chat.token_pieces import token_reader
 from tracegrad.cli.options import with_rollout_filter
 from tracegrad.cli.render.console import Terminal
 from tracegrad.cli.render.explanation import (
@@ -46,7 +51,7 @@ from tracegrad.store.read.rollouts import (
 from tracegrad.store.read.task_titles import load_inputs
 from tracegrad.text_format import format_count
 
-TOO_DEEP = 3
+EXPORT_FAILED, TOO_DEEP = 1, 3
 
 app = typer.Typer(help="Look at rollouts.", no_args_is_help=True)
 
@@ -155,6 +160,40 @@ def _turn_of(detail: RolloutDetail, turn: int) -> int:
         there = f"{format_count(turns, 'turn')}" + (f", 0 to {turns - 1}" if turns else "")
         fail(f"no turn {turn}: rollout {detail.summary.rollout_id} has {there}", NO_SUCH_ROLLOUT)
     return turn % turns
+
+
+@app.command("export")
+def export_command(
+    rollout: IdArgument,
+    html: Annotated[
+        bool, typer.Option("--html", help="As the web page shows it, in one file.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="Instead of the screen.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model's folder: tokens as texts.")
+    ] = None,
+    store: StoreOption = None,
+) -> None:
+    """Write one rollout as a file that opens in a browser, offline."""
+    if not html:
+        fail("say --html; `tracegrad export` writes JSONL and Parquet", EXPORT_FAILED)
+    # Templates are slow to import, and no other command needs them.
+    from tracegrad.ui.single_file import rollout_html
+
+    try:
+        read = None if tokenizer is None else token_reader(tokenizer)
+    except NotReproducible as error:
+        raise typer.BadParameter(str(error), param_hint="--tokenizer") from None
+    with open_store(store) as reading:
+        page = rollout_html(reading, rollout, read=read).encode()
+    if output is None:
+        sys.stdout.buffer.write(page)
+        return
+    with atomic_write(output) as file:
+        file.write(page)
+    typer.echo(f"wrote {output}", err=True)
 
 
 @app.command("tree")

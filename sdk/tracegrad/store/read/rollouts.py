@@ -243,6 +243,14 @@ def resolve_rollout(connection: Connection, prefix: str) -> str:
 
 def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     """By id or a prefix of it. Raises `UnknownRollout` or `AmbiguousRollout`."""
+    detail = rollout_without_turns(connection, prefix)
+    rollout_id = detail.summary.rollout_id
+    detail.turns.extend(load_turns(connection, [rollout_id], expert_routing=False)[rollout_id])
+    return detail
+
+
+def rollout_without_turns(connection: Connection, prefix: str) -> RolloutDetail:
+    """As `rollout_detail`, with no turns in it."""
     rollout_id = resolve_rollout(connection, prefix)
     query = _summary_query().where(Rollouts.rollout_id == rollout_id)
     [summary] = _summaries(connection, connection.execute(query))
@@ -251,7 +259,7 @@ def rollout_detail(connection: Connection, prefix: str) -> RolloutDetail:
     return RolloutDetail(
         summary=summary,
         task=connection.scalar(select(Rollouts.task).where(Rollouts.rollout_id == rollout_id)),
-        turns=load_turns(connection, [rollout_id], expert_routing=False)[rollout_id],
+        turns=[],
         rewards=load_rewards(connection, [rollout_id])[rollout_id],
         spans=load_spans(connection, [rollout_id])[rollout_id],
         dispositions=load_dispositions(connection, [rollout_id])[rollout_id],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from tracegrad.inspect.display_text import training_text
 from tracegrad.inspect.filter_text import read_tags, read_time
@@ -35,6 +36,11 @@ _NUMBERS: Mapping[str, type] = {
 _FIELDS = ("task", "agent", "outcome", "state", "tag", "since", "until", *_NUMBERS)
 # More new ones are not counted: "100+ new".
 MOST_NEW = 100
+
+
+def path_of(rollout_id: str) -> str:
+    """Where a rollout is shown."""
+    return f"{PATH}/{quote(rollout_id, safe='')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +135,7 @@ def _listed(row: RolloutSummary, page: RolloutPage, query: ListQuery) -> ListedR
     return ListedRollout(
         row,
         title_of_task(row.task_id, page.asked.get(row.rollout_id)),
-        link(f"{PATH}/{row.rollout_id}", query.pairs),
+        link(path_of(row.rollout_id), query.pairs),
     )
 
 

@@ -1,0 +1,1 @@
+"""The web page over a store of a million rollouts."""

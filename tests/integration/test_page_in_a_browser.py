@@ -1,0 +1,168 @@
+"""The web page in real headless Chromium: accessible, usable by keys, and deaf to what agents
+wrote. Screenshots are left in .cache/screenshots, to be looked at."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from support.cli.sample_rollouts import (
+    a_failure,
+    coding_agent,
+    four_alike,
+    samples_of_one_prompt,
+    spans_alone,
+)
+from support.compare.wheels import wheel_source
+from support.proxy.servers import serving
+from support.ui.chromium import Tab, chromium
+from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
+from tracegrad.events import RolloutStarted
+from tracegrad.store import Store
+from tracegrad.ui.app import make_ui
+from tracegrad.ui.pages.tokens import ReadTokens
+from tracegrad.ui.security import Sessions
+from tracegrad.ui.single_file import rollout_html
+
+ROOT = Path(__file__).resolve().parents[2]
+SCREENSHOTS = ROOT / ".cache" / "screenshots"
+CODING = "0193c0de0001" + "0" * 20
+AXE = ("axe-playwright-python", "0.1.8", "axe_playwright_python/axe.min.js")  # axe-core 4
+PAGES = {
+    "list": "/ui/rollouts",
+    "filtered": "/ui/rollouts?task=sort-a-list&tag=split%3Dtrain",
+    "rollout": f"/ui/rollouts/{CODING}",
+    "tokens": f"/ui/rollouts/{CODING}/turns/1/tokens",
+    "not-found": "/ui/rollouts/nobody",
+}
+LOOKS = {"wide-light": (1400, 900, False), "phone-dark": (390, 844, True)}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with Store.open(f"sqlite:///{tmp_path_factory.mktemp('ui')}/store.db") as opened:
+        makers = (coding_agent, samples_of_one_prompt, spans_alone, four_alike, a_failure)
+        for make in makers:
+            opened.append(make())
+        opened.append(hostile_rollout())
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def url(store: Store) -> Iterator[str]:
+    """Of an open proxy's page; its tokens are read as texts that would run."""
+
+    async def find_tokens() -> ReadTokens:
+        return lambda ids: payload_pieces(list(ids))
+
+    page = make_ui(store, sessions=Sessions(None), find_tokens=find_tokens)
+    with serving(Starlette(routes=[Mount("/ui", page)])) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def axe() -> str:
+    name, version, script = AXE
+    return (wheel_source(name, version) / script).read_text(encoding="utf-8")
+
+
+async def violations(tab: Tab, axe: str) -> list[str]:
+    """What axe-core says is wrong with the page: WCAG 2.2, level A and AA."""
+    await tab.run(axe + "\n;0")
+    found = await tab.run(
+        "axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa', 'wcag22aa',"
+        " 'best-practice']}).then(r => JSON.stringify(r.violations.map(v =>"
+        " v.id + ': ' + v.nodes.slice(0, 3).map(n => n.html.slice(0, 120)).join(' | '))))"
+    )
+    told: list[str] = json.loads(found)
+    return told
+
+
+async def test_pages_are_accessible_in_every_look(url: str, axe: str) -> None:
+    found: dict[str, list[str]] = {}
+    async with chromium() as tab:
+        for look, (width, height, dark) in LOOKS.items():
+            await tab.look_like(width=width, height=height, dark=dark)
+            for name, path in PAGES.items():
+                await tab.open(url + path)
+                await tab.screenshot(SCREENSHOTS / f"{name}-{look}.png")
+                if wrong := await violations(tab, axe):
+                    found[f"{name} {look}"] = wrong
+                overflow = "document.documentElement.scrollWidth - innerWidth"
+                assert await tab.run(overflow) <= 0, f"{name} {look} is wider than the screen"
+        # The 404 is what the last page is.
+        complaints = [said for said in tab.said if "404" not in said]
+    assert not found, json.dumps(found, indent=1)
+    assert not complaints
+
+
+async def test_nothing_that_an_agent_wrote_runs(store: Store, url: str, tmp_path: Path) -> None:
+    one_file = tmp_path / "one.html"
+    one_file.write_text(
+        rollout_html(store, HOSTILE_ROLLOUT, read=lambda ids: payload_pieces(list(ids)))
+    )
+    places = [
+        f"{url}/ui/rollouts",
+        f"{url}/ui/rollouts/{HOSTILE_ROLLOUT}",
+        f"{url}/ui/rollouts/{HOSTILE_ROLLOUT}/turns/0/tokens",
+        one_file.as_uri(),
+    ]
+    async with chromium() as tab:
+        for place in places:
+            await tab.open(place)
+            # Everything that could be opened, pointed at or focused is.
+            await tab.run(
+                "document.querySelectorAll('details').forEach(d => d.open = true);"
+                "document.querySelectorAll('main *').forEach(e => {"
+                " for (const type of ['mouseover', 'focus', 'pointerover'])"
+                "  e.dispatchEvent(new Event(type, {bubbles: true})); }); 0"
+            )
+            if place.endswith(HOSTILE_ROLLOUT):
+                await tab.run("document.querySelector('a.tokens-link').click()")
+                await tab.until("document.querySelector('[data-tokens]')")
+            assert await tab.run("typeof window.owned") == "undefined", place
+            assert await tab.run("location.href") == place
+            # No policy stopped a script of theirs either: none was there to be stopped.
+            assert not [said for said in tab.said if "Content Security Policy" in said]
+        assert not tab.dialogs
+
+
+async def test_rollouts_are_read_by_keys_and_new_ones_are_announced(store: Store, url: str) -> None:
+    async with chromium() as tab:
+        await tab.look_like(width=1200, height=800, dark=False)
+        await tab.open(f"{url}/ui/rollouts?agent=codex")
+        first = await tab.run("document.querySelector('tbody tr a').href")
+        await tab.press("j")
+        assert await tab.run("document.activeElement.href") == first
+        before = await tab.run("document.querySelector('tbody').textContent")
+        now = time.time()
+        store.append(
+            [RolloutStarted(rollout_id=f"n{n}", agent="codex", opened_at=now) for n in range(3)]
+        )
+        await tab.until("document.getElementById('news').textContent === '3 new'")
+        assert await tab.run("document.querySelector('tbody').textContent") == before
+        await tab.run("document.getElementById('news').click()")
+        await tab.loaded()
+        assert await tab.run("document.querySelectorAll('tbody tr').length") > 3
+        await tab.open(f"{url}/ui/rollouts/{CODING}?agent=codex")
+        await tab.press("j")
+        await tab.press("j")
+        assert await tab.run("document.querySelector('.turn.current').id") == "turn-1"
+        await tab.press("t")
+        await tab.until("document.querySelector('#turn-1 [data-tokens]')")
+        await tab.press("ArrowRight")
+        said = await tab.run("document.querySelector('[data-value]').textContent")
+        assert "log-probability" in said
+        await tab.screenshot(SCREENSHOTS / "turn-tokens-wide-light.png")
+        await tab.press("p")
+        await asyncio.wait_for(tab.loaded(), 60)
+        assert await tab.run("location.pathname") != f"/ui/rollouts/{CODING}"
+        await tab.press("?")
+        assert await tab.run("document.getElementById('help').open") is True
