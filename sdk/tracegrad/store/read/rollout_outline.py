@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Row, Select, select
+from sqlalchemy import Connection, Row, select
 
 from tracegrad.events import Json, Turn, logprob_array, token_id_array
 from tracegrad.store.encoding.blobs import unpack_ids, unpack_logprobs
@@ -101,8 +101,8 @@ def with_texts(
         numbers[turn.turn_id] = number
     needed = {numbers[turn_id] for turn_id in _with_bases(outline, wanted, numbers)}
     ids = [turns[number].turn_id for number in sorted(needed)]
-    query: Select[Any] = select(*_TEXTS)
-    found = {row.turn_id: row for row in rows_of_keys(connection, query, Turns.turn_id, ids)}
+    rows = rows_of_keys(connection, select(*_TEXTS), Turns.turn_id, ids)
+    found: dict[str, Any] = {row.turn_id: row for row in rows}
     placed = load_shared_texts(connection, ids)
     earlier: dict[str, RestoredRequest] = {}
     texts: dict[int, Turn] = {}
