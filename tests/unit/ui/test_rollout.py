@@ -11,8 +11,10 @@ from starlette.testclient import TestClient
 
 from support.cli.sample_rollouts import coding_agent, four_alike, samples_of_one_prompt, spans_alone
 from tracegrad.events import Reward
+from tracegrad.inspect.rollout_time import STAGES
 from tracegrad.store import Store
 from tracegrad.store.read.rollout_outline import rollout_outline, turn_tokens, with_texts
+from tracegrad.ui.environment import STATIC_FOLDER
 from tracegrad.ui.pages.rollout import WINDOW, shown_text
 
 Browse = Callable[..., TestClient]
@@ -76,6 +78,11 @@ def test_rollouts_beside_it_are_those_of_the_list_it_was_opened_from(
     first = "0193c0de0010" + "0" * 20
     assert beside(first, "older", "?agent=codex") == f"/ui/rollouts/{CODING}?agent=codex"
     assert beside(last, "newer", "?agent=codex") == "/ui/rollouts?agent=codex"
+
+
+def test_every_stage_of_time_has_its_colour() -> None:
+    styles = (STATIC_FOLDER / "ui.css").read_text()
+    assert not [stage for stage in STAGES if f".s-{stage} {{" not in styles]
 
 
 def test_late_rewards_and_rewards_for_no_turn_are_said(store: Store, browse: Browse) -> None:
