@@ -86,7 +86,7 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: install-dev  ## the site of docs/, in .cache/site; ends with an error at any warning, such as a link without an end
+docs: install-dev  ## the site of docs/, in .cache/site; ends with an error at any warning, such as a dead link
 	@$(PYTHON) scripts/install.py --dev --docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 

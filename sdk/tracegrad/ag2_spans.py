@@ -12,9 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tracegrad.http_patching import replace_method
+from tracegrad.serializer import error_line
 from tracegrad.signal_errors import is_of_signal_handler
 
+_MAX_ERROR_CHARS = 300
 _log = logging.getLogger("tracegrad")
+_said = False
 
 
 def hand_to_agents(provider: Any) -> None:
@@ -35,8 +38,19 @@ def hand_to_agents(provider: Any) -> None:
             except Exception as error:  # an agent without spans is an agent
                 if is_of_signal_handler(error):
                     raise
-                _log.warning("an agent of AG2 makes no spans", exc_info=True)
+                _say_once(error)
 
         return wrapped
 
     replace_method(ag2, "Agent", "__init__", wrap)
+
+
+def _say_once(error: Exception) -> None:
+    global _said
+    if not _said:
+        _said = True
+        _log.warning(
+            "agents of AG2 make no spans: %s. Their calls are recorded all the same; hand them"
+            " ag2.middleware.TelemetryMiddleware, or install another ag2",
+            error_line(error, _MAX_ERROR_CHARS),
+        )

@@ -72,7 +72,8 @@ def _run_when_loaded(spec: ModuleSpec, function: Callable[[ModuleType], None]) -
         with suppress(AttributeError):
             del loader.exec_module  # the loader is its own again
         load(module)
-        function(module)
+        if module.__name__ == spec.name:  # one loader may be that of several, as a zip file's is
+            function(module)
 
     with suppress(AttributeError):  # a loader of somebody's that takes no attributes
         loader.exec_module = exec_module

@@ -31,6 +31,8 @@ from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import Sessions
 from tracegrad.ui.single_file import rollout_html
 
+pytestmark = pytest.mark.timeout(1800)  # the first run installs Chromium
+
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / ".cache" / "screenshots"
 CODING = "0193c0de0001" + "0" * 20

@@ -33,6 +33,8 @@ LIGHT = {
     "typing-extensions",
 }
 
+pytestmark = pytest.mark.timeout(1800)  # it installs from the package index
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
@@ -42,7 +44,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 @pytest.fixture(scope="module")
 def light(built: Distributions, tmp_path_factory: pytest.TempPathFactory) -> CleanVenv:
     folder = tmp_path_factory.mktemp("light") / "venv"
-    return clean_venv.make(sys.executable, folder, str(built.wheel))
+    # What is new upstream today is `make test-packages`' to find.
+    pinned = LIGHT - {"tracegrad"}
+    return clean_venv.make(sys.executable, folder, str(built.wheel), as_here=pinned)
 
 
 def test_the_wheel_has_every_file_of_the_packages_and_nothing_else(built: Distributions) -> None:

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
@@ -87,8 +88,11 @@ def _answers(url: str) -> bool:
         return False
 
 
-def make(python: str | Path, folder: Path, requirement: str) -> CleanVenv:
-    """With `requirement`, such as `tracegrad.whl[proxy]`, installed from the package index.
+def make(
+    python: str | Path, folder: Path, requirement: str, *, as_here: Collection[str] = ()
+) -> CleanVenv:
+    """With `requirement`, such as `tracegrad.whl[proxy]`, installed from the package index;
+    `as_here`: distributions in the versions that the tests' own environment has.
 
     Raises AssertionError, with what venv or pip said.
     """
@@ -98,6 +102,10 @@ def make(python: str | Path, folder: Path, requirement: str) -> CleanVenv:
         command, env=made.environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    done = made.run("python", "-m", "pip", "install", "--no-input", "--no-compile", requirement)
+    pins = folder / "constraints.txt"
+    pins.write_text("".join(f"{name}=={version(name)}\n" for name in as_here), encoding="utf-8")
+    done = made.run(
+        "python", "-m", "pip", "install", "--no-input", "--no-compile", "-c", pins, requirement
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return made

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 
 def can_install() -> bool:
@@ -16,5 +19,9 @@ def install(package: str) -> None:
     if not can_install():
         raise RuntimeError(f"the tests need a Debian package: apt-get install {package}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for command in (["update", "-q"], ["install", "-qy", package]):
-        subprocess.run(["apt-get", *command], check=True, env=environment, timeout=600)
+    # Tests run side by side, and apt takes one at a time.
+    with (Path(tempfile.gettempdir()) / "tracegrad-tests-apt.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for command in (["update", "-q"], ["install", "-qy", package]):
+            waits = ["-o", "DPkg::Lock::Timeout=600"]
+            subprocess.run(["apt-get", *waits, *command], check=True, env=environment, timeout=900)
