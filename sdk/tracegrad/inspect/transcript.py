@@ -19,7 +19,7 @@ from tracegrad.proxy.dialects.registry import call_of
 from tracegrad.proxy.prompt_reuse.conversation_hash import arguments_value
 from tracegrad.turn_tree import common_prefix
 
-_DATA_URL = re.compile(r"data:([\w.+/-]*)[^,]*,")
+_DATA_URL = re.compile(r"data:([\w.+/-]*+)[^,]*+,")
 
 
 @dataclass(frozen=True, slots=True)
