@@ -21,6 +21,9 @@ from tracegrad.turn_tree import common_prefix
 
 _DATA_URL = re.compile(r"data:([\w.+/-]*+)[^,]*+,")
 
+# Messages of each of two turns that are compared with each other, beyond how these begin and end.
+_MOST_COMPARED = 200
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -126,15 +129,13 @@ class Transcript:
     def _without(
         self, mine: Sequence[Json], keys: Sequence[str], theirs: Sequence[str], earlier: int
     ) -> list[Message | RepeatedMessages]:
-        matcher = SequenceMatcher(None, theirs, keys, autojunk=False)
         news: list[Message | RepeatedMessages] = []
         at = 0
-        for block in matcher.get_matching_blocks():
-            news += map(self.message, mine[at : block.b])
-            if block.size:
-                news.append(RepeatedMessages(block.size, earlier))
-            at = block.b + block.size
-        return news
+        for start, size in _repeated(theirs, keys):
+            news += map(self.message, mine[at:start])
+            news.append(RepeatedMessages(size, earlier))
+            at = start + size
+        return [*news, *map(self.message, mine[at:])]
 
     def closest_turn(self, index: int) -> int | None:
         """The earlier turn whose messages and reply this one has most of, from the first on; of
@@ -201,6 +202,43 @@ class Transcript:
             tuple(calls),
             self._called.get(answered, str(raw.get("name") or "") if role == "tool" else ""),
         )
+
+
+def _repeated(theirs: Sequence[str], mine: Sequence[str]) -> list[tuple[int, int]]:
+    """The runs of `mine` that are in `theirs` too and in the same order, each as its start and
+    length. What both begin with is one run; of what remains, where it is long, what `theirs` ends
+    with is another one, and between the two only so many are compared: equal messages by the
+    thousand take the square of their number."""
+    same = common_prefix(theirs, mine)
+    theirs, rest = theirs[same:], mine[same:]
+    runs = [(0, same)]
+    ending = _ending(theirs, rest) if max(len(theirs), len(rest)) > _MOST_COMPARED else (0, 0)
+    start, size = ending
+    between = rest[:start] if size else rest
+    theirs = theirs[: len(theirs) - size][-_MOST_COMPARED:]
+    matcher = SequenceMatcher(None, theirs, between[:_MOST_COMPARED], autojunk=False)
+    runs += [(same + block.b, block.size) for block in matcher.get_matching_blocks()]
+    runs.append((same + start, size))
+    return _joined(runs)
+
+
+def _ending(theirs: Sequence[str], mine: Sequence[str]) -> tuple[int, int]:
+    """The run of `mine` that `theirs` ends with, as its start and length; its last is the last
+    that equals the last of `theirs`."""
+    end = next((n for n in range(len(mine), 0, -1) if theirs and mine[n - 1] == theirs[-1]), 0)
+    size = common_prefix(theirs[::-1], mine[:end][::-1])
+    return end - size, size
+
+
+def _joined(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without empty ones; such as follow on each other as one."""
+    found: list[tuple[int, int]] = []
+    for start, size in runs:
+        if found and size and found[-1][0] + found[-1][1] == start:
+            found[-1] = (found[-1][0], found[-1][1] + size)
+        elif size:
+            found.append((start, size))
+    return found
 
 
 def _is_reply(raw: Json) -> bool:

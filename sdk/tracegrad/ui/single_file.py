@@ -19,6 +19,7 @@ from tracegrad.ui.pages.tokens import ReadTokens, TokensView, tokens_values, vie
 
 MOST_TURNS = 500
 MOST_TOKENS = 100_000  # sampled ones that are shown one by one
+MOST_CHARACTERS = 40_000_000  # of texts
 _SCRIPTS = ("keys.js", "tokens.js")
 
 
@@ -26,7 +27,7 @@ def rollout_html(store: Store, rollout_id: str, *, read: ReadTokens | None = Non
     """By id or a prefix of it; its first MOST_TURNS turns. Raises `UnknownRollout` or
     `AmbiguousRollout`. The file's policy allows its own styles and scripts, by their digests, and
     nothing else."""
-    view = rollout_view(store, rollout_id, 0, MOST_TURNS, single=True)
+    view = rollout_view(store, rollout_id, 0, MOST_TURNS, characters=MOST_CHARACTERS, single=True)
     css = (STATIC_FOLDER / "ui.css").read_text(encoding="utf-8")
     # Blocks: each file keeps its names to itself.
     sources = [(STATIC_FOLDER / name).read_text(encoding="utf-8") for name in _SCRIPTS]

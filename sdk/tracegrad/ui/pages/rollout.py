@@ -3,14 +3,13 @@ of its turns as a conversation."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from tracegrad.events import Reward, Turn
-from tracegrad.inspect.display_text import finish_reason_text, format_number, printable
+from tracegrad.inspect.display_text import finish_reason_text, format_number
 from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import (
     ReasonText,
@@ -23,7 +22,7 @@ from tracegrad.inspect.reasons import (
     waiting_text,
 )
 from tracegrad.inspect.rollout_time import STAGES, RolloutTime, time_of
-from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
+from tracegrad.inspect.transcript import RepeatedMessages, Transcript
 from tracegrad.inspect.tree_layout import TurnChain, turn_chains
 from tracegrad.inspect.turn_standing import (
     Fate,
@@ -41,6 +40,16 @@ from tracegrad.store.read.rollout_outline import (
     with_texts,
 )
 from tracegrad.store.read.task_titles import input_text, title_of_task
+from tracegrad.ui.pages.messages import (
+    SHORT,
+    LeftOut,
+    Room,
+    ShownMessage,
+    ShownText,
+    shown_message,
+    shown_news,
+    shown_text,
+)
 from tracegrad.ui.pages.rollouts import PATH, ListQuery, path_of
 from tracegrad.ui.paging import link
 
@@ -50,34 +59,9 @@ _COMPARED = 100
 _MOST_REWARDS = 200
 _MOST_CHAINS = 60  # branches of the tree that are listed
 _DEEPEST = 8  # levels that are indented
-# Characters of a text that are shown at first, and at all.
-_SHORT, _MOST_CHARACTERS = 1_200, 40_000
-_SHORT_BY_ROLE = {"system": 300, "developer": 300, "tool": 700}
-
-
-class ShownText(NamedTuple):
-    """`head` is shown; `whole` behind a click, empty where `head` is all. `left`: characters that
-    are not shown at all."""
-
-    head: str
-    whole: str
-    left: int
-
-
-class ShownCall(NamedTuple):
-    name: str
-    arguments: list[tuple[str, ShownText]]  # by name; one without a name: what is no JSON object
-
-
-class ShownMessage(NamedTuple):
-    """A block of the conversation. `title`: of a tool's result, the tool."""
-
-    role: str
-    kind: Literal["system", "user", "tool", "assistant", "other"]
-    title: str
-    thoughts: ShownText | None
-    text: ShownText | None
-    calls: list[ShownCall]
+_MOST_TOOLS = 200  # names of a turn's tools
+# Characters of the texts of a page, shared by its turns.
+CHARACTERS = 4_000_000
 
 
 class ShownReward(NamedTuple):
@@ -113,9 +97,10 @@ class ShownTurn:
     meaning: ReasonText | None
     finish: str
     tools: list[str]
+    more_tools: int  # beside those
     rewards: list[ShownReward]
     fork: ShownFork | None
-    news: list[ShownMessage | RepeatedMessages]
+    news: list[ShownMessage | RepeatedMessages | LeftOut]
     reply: ShownMessage | None
     has_text: bool
     tokens: str  # where they are shown
@@ -176,10 +161,16 @@ class RolloutView:
 
 
 def rollout_view(
-    store: Store, rollout_id: str, first: int, window: int = WINDOW, *, single: bool = False
+    store: Store,
+    rollout_id: str,
+    first: int,
+    window: int = WINDOW,
+    *,
+    characters: int = CHARACTERS,
+    single: bool = False,
 ) -> RolloutView:
-    """With the turns from `first` on, `window` of them. `single`: links lead within the page.
-    Raises `UnknownRollout` or `AmbiguousRollout`."""
+    """With the turns from `first` on, `window` of them. `characters`: of texts that there is room for.
+    `single`: links lead within the page. Raises `UnknownRollout` or `AmbiguousRollout`."""
     with store.reading() as connection:
         outline = rollout_outline(connection, rollout_id)
         total = len(outline.detail.turns)
@@ -196,8 +187,8 @@ def rollout_view(
     return RolloutView(
         detail=detail,
         title=title_of_task(task, input_text(detail.task)),
-        asked=None if detail.task is None else shown_text(text_or_json(detail.task), _SHORT),
-        turns=list(_turns(outline, texts, numbers, standings)),
+        asked=None if detail.task is None else shown_text(text_or_json(detail.task), SHORT),
+        turns=list(_turns(outline, texts, numbers, standings, characters)),
         first=first,
         total=total,
         sampled=sum(size.sampled for size in outline.sizes),
@@ -257,13 +248,20 @@ def _needed(outline: RolloutOutline, numbers: range) -> set[int]:
 
 
 def _turns(
-    outline: RolloutOutline, texts: dict[int, Turn], numbers: range, standings: RewardStandings
+    outline: RolloutOutline,
+    texts: dict[int, Turn],
+    numbers: range,
+    standings: RewardStandings,
+    characters: int,
 ) -> Iterator[ShownTurn]:
+    """What one of them leaves of its share of the room is there for those behind it."""
     order = sorted(texts)
     transcript = Transcript([texts[number] for number in order])
     said_above = rollout_reason(outline.detail)
     for number in numbers:
-        yield _turn(number, order, transcript, outline, standings, said_above)
+        room = Room(max(0, characters) // (numbers.stop - number))
+        yield _turn(number, order, transcript, outline, standings, said_above, room)
+        characters -= room.used
 
 
 def _turn(
@@ -273,6 +271,7 @@ def _turn(
     outline: RolloutOutline,
     standings: RewardStandings,
     said_above: str | None,
+    room: Room,
 ) -> ShownTurn:
     detail, at = outline.detail, order.index(number)
     turn = detail.turns[number]
@@ -280,6 +279,16 @@ def _turn(
     missing = untrained_reason(turn, detail)
     say = missing is not None and missing.final and missing.reason != said_above
     reply = transcript.reply(at)
+    # The reply comes first, with half of the room: neither it nor what it answers goes without.
+    half = Room(room.characters // 2)
+    shown_reply = shown_message(reply, half) if reply is not None else None
+    room.used += half.used
+    news = [
+        RepeatedMessages(each.messages, order[each.of_turn])
+        if isinstance(each, RepeatedMessages)
+        else each
+        for each in transcript.new_messages(at)
+    ]
     tools = transcript.tools(at)
     if at and tools == transcript.tools(at - 1):
         tools = []
@@ -294,22 +303,15 @@ def _turn(
         kind=kind,
         meaning=untrained_text(missing.reason) if missing is not None and say else None,
         finish=finish_reason_text(turn),
-        tools=tools,
+        tools=tools[:_MOST_TOOLS],
+        more_tools=max(0, len(tools) - _MOST_TOOLS),
         rewards=[_reward(each, detail, standings) for each in rewards[-_MOST_REWARDS:]],
         fork=_fork(at, order, turn, transcript),
-        news=[_news(each, order) for each in transcript.new_messages(at)],
-        reply=shown_message(reply) if reply is not None else None,
+        news=shown_news(news, room),
+        reply=shown_reply,
         has_text=transcript.turns[at].request is not None,
         tokens=f"{path_of(turn.rollout_id)}/turns/{number}/tokens",
     )
-
-
-def _news(
-    each: Message | RepeatedMessages, order: Sequence[int]
-) -> ShownMessage | RepeatedMessages:
-    if isinstance(each, RepeatedMessages):
-        return RepeatedMessages(each.messages, order[each.of_turn])
-    return shown_message(each)
 
 
 def _heading(number: int, turn: Turn, outline: RolloutOutline) -> str:
@@ -330,44 +332,6 @@ def _fork(at: int, order: Sequence[int], turn: Turn, transcript: Transcript) -> 
         fork_text(turn.fork_reason),
         order[rival] if rival is not None else None,
     )
-
-
-_KINDS = {"system": "system", "developer": "system", "user": "user", "prompt": "user",
-          "tool": "tool", "assistant": "assistant", "reply": "assistant"}  # fmt: skip
-
-
-def shown_message(message: Message) -> ShownMessage:
-    short = _SHORT_BY_ROLE.get(message.role, _SHORT)
-    empty = not (message.text or message.calls or message.reasoning)
-    return ShownMessage(
-        "assistant" if message.role == "reply" else message.role,
-        _KINDS.get(message.role, "other"),  # type: ignore[arg-type]
-        message.answers,
-        shown_text(message.reasoning, _SHORT) if message.reasoning else None,
-        shown_text(message.text, short) if message.text or empty else None,
-        [ShownCall(call.name, list(_arguments(call.arguments))) for call in message.calls],
-    )
-
-
-def _arguments(text: str) -> Iterator[tuple[str, ShownText]]:
-    """Of a call's JSON object each value by its name."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        yield "", shown_text(text, _SHORT)
-        return
-    for name, value in found.items():
-        yield name, shown_text(text_or_json(value), _SHORT)
-
-
-def shown_text(text: str, short: int) -> ShownText:
-    kept = printable(text[:_MOST_CHARACTERS]).rstrip("\n")
-    left = max(0, len(text) - _MOST_CHARACTERS)
-    if len(kept) <= short + short // 4 and not left:
-        return ShownText(kept, "", 0)
-    return ShownText(kept[:short].rstrip() + " …", kept, left)
 
 
 # What stands above the turns
