@@ -3,6 +3,7 @@ where something is wrong. What a page shows is in `pages`."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +18,16 @@ from starlette.staticfiles import StaticFiles
 
 from tracegrad.proxy.store_async import run_in_thread
 from tracegrad.store import Store
-from tracegrad.store.errors import StoreUnavailable, UnknownRollout
+from tracegrad.store.errors import (
+    AmbiguousRollout,
+    StoreCorrupt,
+    StoreUnavailable,
+    UnknownRollout,
+)
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
 from tracegrad.ui.pages import rollout, rollouts, tokens
-from tracegrad.ui.paging import link
+from tracegrad.ui.paging import WrongLink, link
 from tracegrad.ui.security import (
     BASE,
     LOGIN,
@@ -34,6 +40,8 @@ from tracegrad.ui.security import (
     is_secure,
     local_path,
 )
+
+log = logging.getLogger("tracegrad.proxy")
 
 # Finds out how the tokens of the model that is served are read; None: that is not known.
 FindsTokens = Callable[[], Awaitable[tokens.ReadTokens | None]]
@@ -97,7 +105,7 @@ class Pages:
             get("/rollouts/{rollout}", self._rollout),
             get("/rollouts/{rollout}/newer", partial(self._neighbour, newer=True)),
             get("/rollouts/{rollout}/older", partial(self._neighbour, newer=False)),
-            get("/rollouts/{rollout}/turns/{turn:int}/tokens", self._turn_tokens),
+            get("/rollouts/{rollout}/turns/{turn}/tokens", self._turn_tokens),
             Mount("/static", _Static(directory=STATIC_FOLDER)),
             get("/{rest:path}", self._missing),
         ]
@@ -105,15 +113,26 @@ class Pages:
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
         async def answered(request: Request) -> Response:
             try:
+                _refuse_nul(request)
                 return await endpoint(request)
             except Refused as refused:
                 return await self._problem(request, str(refused), refused.status)
             except UnknownRollout as unknown:
                 return await self._problem(request, str(unknown), 404)
+            except AmbiguousRollout:
+                return await self._search(request, request.path_params["rollout"])
             except StoreUnavailable as error:
                 return await self._problem(request, f"the store cannot be read: {error}", 503)
-            except ValueError as error:
+            except WrongLink as error:
                 return await self._problem(request, str(error), 400)
+            except StoreCorrupt as error:
+                log.exception("the page %s", request.url.path)
+                message = f"what is stored is damaged: {error}; try tracegrad doctor"
+                return await self._problem(request, message, 500)
+            except Exception:
+                log.exception("the page %s", request.url.path)
+                message = "this page failed by an error of tracegrad's own: see the proxy's log"
+                return await self._problem(request, message, 500)
 
         return answered
 
@@ -183,15 +202,19 @@ class Pages:
     async def _rollouts(self, request: Request) -> Response:
         sought = request.query_params.get("q", "").strip()
         if sought:
-            found = await run_in_thread(rollouts.search, self._store, sought)
-            if len(found) == 1 or sought in found:
-                rollout_id = sought if sought in found else found[0]
-                return RedirectResponse(rollouts.path_of(rollout_id), 303)
-            return await self.page(request, "search.html", sought=sought, found=found)
+            return await self._search(request, sought)
         query = rollouts.read_query(request.query_params.multi_items())
         before = request.query_params.get("before")
         values = await run_in_thread(rollouts.list_values, self._store, query, before)
         return await self.page(request, "rollouts.html", 400 if query.error else 200, **values)
+
+    async def _search(self, request: Request, sought: str) -> Response:
+        """The rollouts whose ids begin so; of one alone its page."""
+        found = await run_in_thread(rollouts.search, self._store, sought)
+        if len(found) == 1 or sought in found:
+            rollout_id = sought if sought in found else found[0]
+            return RedirectResponse(rollouts.path_of(rollout_id), 303)
+        return await self.page(request, "search.html", sought=sought, found=found)
 
     async def _new_rollouts(self, request: Request) -> Response:
         query = rollouts.read_query(request.query_params.multi_items())
@@ -228,7 +251,8 @@ class Pages:
     async def _turn_tokens(self, request: Request) -> Response:
         """A page, or with `part` what goes into one."""
         rollout_id = request.path_params["rollout"]
-        turn, first = request.path_params["turn"], _whole_number(request, "from")
+        turn = _read_number("turn", request.path_params["turn"])
+        first = _whole_number(request, "from")
         read = await self._find_tokens()
         view = await run_in_thread(tokens.tokens_view, self._store, rollout_id, turn, first, read)
         values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
@@ -237,11 +261,22 @@ class Pages:
 
 
 def _whole_number(request: Request, name: str) -> int:
-    """0 where the link has none. ValueError names it."""
-    text = request.query_params.get(name, "0")
+    """0 where the link has none. Raises WrongLink."""
+    return _read_number(name, request.query_params.get(name, "0"))
+
+
+def _read_number(name: str, text: str) -> int:
     if not (text.isdecimal() and len(text) <= 9):
-        raise ValueError(f"{name}: {text[:40]!r} is no whole number")
+        raise WrongLink(f"{name}: {text[:40]!r} is no whole number of at most 9 digits")
     return int(text)
+
+
+def _refuse_nul(request: Request) -> None:
+    """PostgreSQL has none in texts, and nothing of ours does. Raises WrongLink."""
+    given = [*request.path_params.items(), *request.query_params.multi_items()]
+    for name, value in given:
+        if "\0" in name or "\0" in str(value):
+            raise WrongLink(f"{name[:40]!r}: a NUL character; leave it out")
 
 
 class _Static(StaticFiles):

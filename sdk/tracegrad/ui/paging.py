@@ -10,6 +10,11 @@ from tracegrad.store.read.rollout_pages import RolloutKey
 
 PAGE = 50  # rows
 
+
+class WrongLink(ValueError):
+    """What a link asks for cannot be read. Names the parameter."""
+
+
 Query = list[tuple[str, str]]
 
 
@@ -18,11 +23,14 @@ def write_key(key: RolloutKey) -> str:
 
 
 def read_key(text: str) -> RolloutKey:
-    """ValueError: it is none of `write_key`'s."""
+    """WrongLink: it is none of `write_key`'s."""
     moment, tilde, rollout_id = text.partition("~")
-    if not tilde:
-        raise ValueError("a page's link is incomplete: begin with the newest")
-    return RolloutKey(float(moment), rollout_id)
+    try:
+        if tilde:
+            return RolloutKey(float(moment), rollout_id)
+    except ValueError:
+        pass
+    raise WrongLink("a page's link is incomplete: begin with the newest")
 
 
 def link(path: str, query: Iterable[tuple[str, str]], **more: str | None) -> str:

@@ -33,6 +33,7 @@ _NUMBERS: Mapping[str, type] = {
     "min_version": int,
     "max_version": int,
 }
+_MOST = 2**63 - 1  # what databases have room for
 _FIELDS = ("task", "agent", "outcome", "state", "tag", "since", "until", *_NUMBERS)
 # More new ones are not counted: "100+ new".
 MOST_NEW = 100
@@ -73,11 +74,18 @@ def _filter(texts: Mapping[str, str]) -> RolloutFilter:
             elif name in ("since", "until"):
                 values[name] = read_time(text)
             else:
-                values[name] = _NUMBERS.get(name, str)(text)
+                values[name] = _number(name, text) if name in _NUMBERS else text
         except ValueError as error:
             reason = f"{text!r} is no number" if name in _NUMBERS else str(error)
             raise ValueError(f"{name}: {reason}") from None
     return RolloutFilter(**values)
+
+
+def _number(name: str, text: str) -> float:
+    number: float = _NUMBERS[name](text)
+    if not -_MOST <= number <= _MOST:  # not a number is none of these
+        raise ValueError
+    return number
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ class ListedRollout:
 
 
 def list_values(store: Store, query: ListQuery, before: str | None) -> dict[str, Any]:
-    """What the template needs. ValueError: `before` is no key."""
+    """What the template needs. WrongLink: `before` is no key."""
     key = read_key(before) if before else None
     with store.reading() as connection:
         page = page_of_rollouts(connection, query.wanted, before=key, limit=PAGE)
@@ -155,7 +163,7 @@ def _live(query: ListQuery, newest: RolloutKey | None) -> str:
 
 
 def count_new(store: Store, query: ListQuery, after: str | None) -> int:
-    """Rollouts that came since the page was made, MOST_NEW at most. ValueError: no key."""
+    """Rollouts that came since the page was made, MOST_NEW at most. WrongLink: no key."""
     key = read_key(after) if after else None
     with store.reading() as connection:
         return count_newer(connection, query.wanted, key, most=MOST_NEW)

@@ -12,6 +12,7 @@ from tracegrad.inspect.turn_standing import Fate, disposition_text
 from tracegrad.store import Store
 from tracegrad.store.errors import UnknownRollout
 from tracegrad.store.read.rollout_outline import RolloutOutline, rollout_outline, turn_tokens
+from tracegrad.ui.paging import WrongLink
 
 PAGE = 2_000  # tokens
 # Of a token's id list the text of each; None: no tokenizer is known.
@@ -136,7 +137,7 @@ def _visible(text: str) -> str:
 
 
 def tokens_values(view: TokensView, by: str) -> dict[str, Any]:
-    """What the template needs. ValueError: `by` is no colouring."""
+    """What the template needs. WrongLink: `by` is no colouring."""
     if by not in COLOURINGS:
-        raise ValueError(f"by: {by!r}; use {', '.join(COLOURINGS)}")
+        raise WrongLink(f"by: {by[:40]!r}; use {', '.join(COLOURINGS)}")
     return {"view": view, "by": by, "colourings": COLOURINGS, "buckets": BUCKETS}
