@@ -44,8 +44,11 @@ def format_duration(seconds: float) -> str:
 
 
 def format_time(moment: float) -> str:
-    """Local date and time of seconds since the epoch."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    """Local date and time of seconds since the epoch; what no calendar has, as the number."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (ValueError, OverflowError, OSError):
+        return f"{moment:.6g} s since 1970"
 
 
 def format_count(count: int, word: str) -> str:

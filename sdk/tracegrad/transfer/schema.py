@@ -34,6 +34,15 @@ Integer = Annotated[
 Number = Annotated[
     float, Meta(ge=-sys.float_info.max, le=sys.float_info.max, description="a finite number")
 ]
+# Years 1 to 9999.
+Time = Annotated[
+    float,
+    Meta(
+        ge=-62_135_596_800,
+        lt=253_402_300_800,
+        description="a time in seconds since 1970, before the year 10000",
+    ),
+]
 RewardValue = Annotated[float, Meta(ge=-MAX_REWARD, le=MAX_REWARD, description=REWARD_RANGE)]
 TokenIds = list[Annotated[int, Meta(ge=0, le=2**31 - 1, description="a token id, 0 to 2^31 - 1")]]
 Logprobs = list[Annotated[float | None, Meta(description="a number or null")]]
@@ -50,7 +59,7 @@ class _Object(Struct, forbid_unknown_fields=True):
 class OutcomeObject(_Object, kw_only=True):
     outcome: Outcome
     error: str | None = None
-    finished_at: Number
+    finished_at: Time
 
 
 class RewardObject(_Object, kw_only=True):
@@ -59,9 +68,9 @@ class RewardObject(_Object, kw_only=True):
     name: Text
     turn: Integer | None = None
     source: Text
-    created_at: Number
+    created_at: Time
     label: str | None = None
-    given_at: Number | None = None
+    given_at: Time | None = None
     comment: str | None = None
 
 
@@ -93,10 +102,10 @@ class TurnObject(_Object, kw_only=True):
     finish_reason: str | None = None
     untrainable: str | None = None
     parent_span_id: str | None = None
-    created_at: Number
+    created_at: Time
     trained_step: Integer | None = None
     skip_reason: str | None = None
-    fate_at: Number | None = None
+    fate_at: Time | None = None
     state_key: str | None = None
     observation: str | None = None
     timing: Json | None = None
@@ -117,15 +126,15 @@ class _Line(_Object, kw_only=True):
 class RolloutObject(_Line, kw_only=True):
     rollout_id: Text
     opened: bool | None = None
-    opened_at: Number
+    opened_at: Time
     task_id: str | None = None
     agent: str | None = None
     tags: dict[str, str] | None = None
     task: Any = None
     outcome: Outcome | None = None
     error: str | None = None
-    finished_at: Number | None = None
-    consumed_at: Number | None = None
+    finished_at: Time | None = None
+    consumed_at: Time | None = None
     consumed_step: Integer | None = None
     idle_s: Number | None = None
     continues: str | None = None
@@ -139,7 +148,7 @@ class RolloutObject(_Line, kw_only=True):
 class StepObject(_Line, kw_only=True):
     step: Integer
     version: Integer
-    created_at: Number
+    created_at: Time
     settings: Json | None = None
     metrics: Json | None = None
     checkpoint: str | None = None
@@ -152,7 +161,7 @@ class StepObject(_Line, kw_only=True):
 class VersionEventObject(_Object, kw_only=True):
     step: Integer | None = None
     state: VersionState
-    created_at: Number
+    created_at: Time
     detail: Json | None = None
 
 
@@ -160,7 +169,7 @@ class VersionObject(_Line, kw_only=True):
     version: Integer
     step: Integer | None = None
     state: VersionState
-    created_at: Number
+    created_at: Time
     detail: Json | None = None
     events: list[VersionEventObject] | None = None
 
@@ -227,4 +236,4 @@ class ConversationObject(Struct, kw_only=True):
     task: Any = None
     model: str | None = None
     reward: RewardValue | None = None
-    created_at: Number | None = None
+    created_at: Time | None = None

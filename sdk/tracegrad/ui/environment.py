@@ -46,7 +46,11 @@ def make_environment() -> Environment:
 
 
 def _iso(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+    """For machines; empty for what no calendar has: one such time must not cost the page."""
+    try:
+        return datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def _static_url(name: str) -> str:

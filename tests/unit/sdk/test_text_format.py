@@ -13,6 +13,7 @@ from tracegrad.text_format import (
     format_count,
     format_duration,
     format_elapsed,
+    format_time,
     shorten_apart,
 )
 
@@ -30,6 +31,12 @@ def test_a_column_has_what_since_reads() -> None:
     assert [format_age(time.time() - each) for each in ago] == ["5 min", "3 d"]
     assert [format_age(time.time() - each, compact=True) for each in ago] == ["5m", "3d"]
     assert format_age(time.time() + 900, compact=True) == "0s"
+
+
+@pytest.mark.parametrize("moment", [1e300, -1e300, float("inf"), float("nan"), 1.7e12])
+def test_a_time_of_no_calendar_is_a_text_too(moment: float) -> None:
+    assert format_time(moment)
+    assert format_age(moment)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,24 @@ def test_pages_show_every_rollout_once_the_newest_first(store: Store, browse: Br
     assert ids_in(client.get(href(page, "Newest")).text)[0] == "r00909"
 
 
+def test_a_time_of_no_calendar_costs_no_page(store: Store, browse: Browse) -> None:
+    """Stores have had some imported: milliseconds, and worse."""
+    moments = [1.7e12, 1e300, -1e300, 5.0]
+    ids = [f"r{n}" for n in range(len(moments))]
+    store.append(
+        [
+            RolloutStarted(rollout_id=each, opened_at=at)
+            for each, at in zip(ids, moments, strict=True)
+        ]
+    )
+    client = browse()
+    page = client.get("/ui/rollouts")
+    assert page.status_code == 200
+    assert sorted(ids_in(page.text)) == ids
+    for each in ids:
+        assert client.get(f"/ui/rollouts/{each}").status_code == 200
+
+
 def test_rollouts_of_one_moment_are_all_paged_through(store: Store) -> None:
     store.append([RolloutStarted(rollout_id=f"r{n:03}", opened_at=5.0) for n in range(25)])
     seen: list[str] = []
