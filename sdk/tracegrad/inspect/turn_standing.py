@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tracegrad.events import Reward, Turn
+from tracegrad.events import Reward, Turn, is_reward
 from tracegrad.inspect.display_text import one_line, training_text
 from tracegrad.inspect.reasons import untrained_reason
 from tracegrad.store import RolloutDetail
+from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.store.types import COMPOSED_SOURCE
 
@@ -66,6 +67,11 @@ class RewardStandings:
             if not detail.came_late(reward):
                 self._last_in_time[key] = reward
             self._by_turn.setdefault(self.turn(reward), []).append(reward)
+        # What training took, or would take now.
+        self._is_composed = any(
+            each.source == COMPOSED_SOURCE and self._is_main(each) and not detail.came_late(each)
+            for each in detail.rewards
+        )
 
     def turn(self, reward: Reward) -> int | None:
         """The index of the turn that it is for; None: it is for none, or for one that is not
@@ -81,6 +87,23 @@ class RewardStandings:
         composed one revises those before it, and none that somebody gave: these are parts of it."""
         last = self._last_in_time if in_time else self._last
         return (self._taken or not in_time) and last.get(self._given_for(reward)) is reward
+
+    def counts(self, reward: Reward) -> bool:
+        """Whether it is the rollout's reward, or its turn's, as training takes it: the last in
+        time, not taken back, and where one was composed none of its parts."""
+        if reward.name != MAIN_REWARD_NAME or not is_reward(reward.value):
+            return False
+        if reward.turn is not None and self.turn(reward) is None:
+            return False
+        last = self._last_in_time.get(self._given_for(reward))
+        return last is reward and not self.is_part(reward)
+
+    def is_part(self, reward: Reward) -> bool:
+        """Whether the rollout's reward was composed, and this one is a part of it."""
+        return self._is_composed and self._is_main(reward) and reward.source != COMPOSED_SOURCE
+
+    def _is_main(self, reward: Reward) -> bool:
+        return reward.name == MAIN_REWARD_NAME and reward.turn is None
 
     def _given_for(self, each: Reward) -> object:
         behind = each.turn is not None and each.turn < 0

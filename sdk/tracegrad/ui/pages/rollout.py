@@ -99,6 +99,7 @@ class ShownTurn:
     tools: list[str]
     more_tools: int  # beside those
     rewards: list[ShownReward]
+    earlier_rewards: int  # before those
     fork: ShownFork | None
     news: list[ShownMessage | RepeatedMessages | LeftOut]
     reply: ShownMessage | None
@@ -149,8 +150,9 @@ class RolloutView:
     total: int
     sampled: int
     sent: int
-    rewards: list[ShownReward]  # of the whole rollout
-    other_rewards: int  # beside those
+    rewards: list[ShownReward]  # of the whole rollout, the newest
+    earlier_rewards: int  # of it, before those
+    turn_rewards: int
     chains: list[ShownChain]
     more_chains: int
     time: RolloutTime
@@ -193,8 +195,9 @@ def rollout_view(
         total=total,
         sampled=sum(size.sampled for size in outline.sizes),
         sent=sum(size.prompt for size in outline.sizes),
-        rewards=[_reward(reward, detail, standings) for reward in whole[:_MOST_REWARDS]],
-        other_rewards=len(detail.rewards) - min(len(whole), _MOST_REWARDS),
+        rewards=[_reward(reward, detail, standings) for reward in whole[-_MOST_REWARDS:]],
+        earlier_rewards=max(0, len(whole) - _MOST_REWARDS),
+        turn_rewards=len(detail.rewards) - len(whole),
         chains=chains,
         more_chains=more,
         time=time,
@@ -306,6 +309,7 @@ def _turn(
         tools=tools[:_MOST_TOOLS],
         more_tools=max(0, len(tools) - _MOST_TOOLS),
         rewards=[_reward(each, detail, standings) for each in rewards[-_MOST_REWARDS:]],
+        earlier_rewards=max(0, len(rewards) - _MOST_REWARDS),
         fork=_fork(at, order, turn, transcript),
         news=shown_news(news, room),
         reply=shown_reply,
@@ -344,17 +348,18 @@ def _reward(reward: Reward, detail: RolloutDetail, standings: RewardStandings) -
         where = f"turn {turn}"
     elif reward.turn is not None:
         where = f"turn {reward.turn}, which is not there"
-    kind: Literal["counts", "revised", "late", "part"] = "counts"
-    status = ""
+    kind: Literal["counts", "revised", "late", "part"]
+    kind, status = "counts" if standings.counts(reward) else "part", ""
     if detail.came_late(reward):
         kind, status = "late", f"came {late_by(detail)}: not used"
+    elif not (standings.is_latest(reward) or standings.is_latest(reward, in_time=True)):
+        kind, status = "revised", "revised by a later one"
+    elif reward.turn is not None and turn is None:
+        status = "for no turn: not used"
+    elif standings.is_part(reward):
+        status = "a part of the composed one"
     elif not standings.is_latest(reward):
-        if standings.is_latest(reward, in_time=True):
-            status = "training took this one"
-        else:
-            kind, status = "revised", "revised by a later one"
-    elif reward.name != "reward":
-        kind = "part"
+        status = "training took this one"
     return ShownReward(
         "taken back" if reward.value is None else format_number(reward.value),
         reward.name,
