@@ -54,18 +54,19 @@ def rollout_html(store: Store, rollout_id: str, *, read: ReadTokens | None = Non
 
 
 def _tokens(store: Store, view: RolloutView, read: ReadTokens | None) -> dict[int, TokensView]:
-    """By turn, of those that there is room for."""
+    """By turn: whole turns, the small ones first, and of the one that comes next what there is room
+    for. So a large turn takes the room of no small one."""
     found: dict[int, TokensView] = {}
     room = MOST_TOKENS
     with store.reading() as connection:
         outline = rollout_outline(connection, view.detail.summary.rollout_id)
-        for each in view.turns:
-            room -= each.size.sampled
-            tokens = turn_tokens(connection, each.turn.turn_id) if room >= 0 else None
+        for each in sorted(view.turns, key=lambda turn: turn.size.sampled):
+            tokens = turn_tokens(connection, each.turn.turn_id) if room else None
             if tokens is not None and each.number < len(outline.sizes):
                 found[each.number] = view_of(
-                    outline, each.number, tokens.sampled, tokens.logprobs, 0, read
+                    outline, each.number, tokens.sampled, tokens.logprobs, 0, read, room
                 )
+                room -= len(found[each.number].tokens)
     return found
 
 
@@ -85,6 +86,9 @@ def _left_out(view: RolloutView, tokens: dict[int, TokensView]) -> str:
     silent = sum(each.size.sampled > 0 and each.number not in tokens for each in view.turns)
     if silent:
         missing.append(f"without the tokens of {format_count(silent, 'turn')}")
+    partial = sum(bool(each.part) for each in tokens.values())
+    if partial:
+        missing.append(f"with a part of the tokens of {format_count(partial, 'turn')}")
     return ", ".join(missing)
 
 

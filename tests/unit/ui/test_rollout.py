@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import html
+import json
 import re
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from bench.ui.long_rollout import LONG, add_long_rollout
 from starlette.testclient import TestClient
 
 from support.cli.sample_rollouts import coding_agent, four_alike, samples_of_one_prompt, spans_alone
-from tracegrad.events import Reward
+from support.store.ledger_fixtures import fill, lease
+from tracegrad.events import Json, Reward, Turn, logprob_array, token_id_array
 from tracegrad.inspect.rollout_time import STAGES
-from tracegrad.store import Store
+from tracegrad.store import Ledger, Store
 from tracegrad.store.read.rollout_outline import rollout_outline, turn_tokens, with_texts
+from tracegrad.store.types import COMPOSED_SOURCE
 from tracegrad.ui.environment import STATIC_FOLDER
-from tracegrad.ui.pages.rollout import WINDOW, shown_text
+from tracegrad.ui.pages import rollout as rollout_page
+from tracegrad.ui.pages.messages import FIRST_AND_LAST, shown_text
+from tracegrad.ui.pages.rollout import WINDOW
+from tracegrad.ui.pages.tokens import PAGE
 
 Browse = Callable[..., TestClient]
 CODING = "0193c0de0001" + "0" * 20
@@ -43,7 +52,7 @@ def test_a_rollout_is_a_conversation_with_its_rewards_and_forks(
     assert "Fork: edited history." in said
     assert "It would have continued turn 3." in said
     assert "not trainable: greedy" in said
-    assert "20" in said
+    assert "Turns 20 Tokens" in said
     for number in range(20):
         assert f'id="turn-{number}"' in answer.text
     # The tree's branches are listed with why they begin.
@@ -85,12 +94,77 @@ def test_every_stage_of_time_has_its_colour() -> None:
     assert not [stage for stage in STAGES if f".s-{stage} {{" not in styles]
 
 
-def test_late_rewards_and_rewards_for_no_turn_are_said(store: Store, browse: Browse) -> None:
-    store.append([*coding_agent(), Reward(rollout_id=CODING, value=1.0, turn=70)])
-    assert "turn 70, which is not there" in text_of(browse().get(f"/ui/rollouts/{CODING}").text)
+def given(value: float | None, **more: Any) -> Reward:
+    return Reward(rollout_id=CODING, value=value, **more)
 
 
-def test_tokens_have_their_probability_version_and_fate(store: Store, browse: Browse) -> None:
+def reward_rows(page: str) -> list[str]:
+    """Of the table of rewards: value, name and status of each, as a reader sees them."""
+    rows = re.findall(r'<tr class="(?:counts|revised|late|part)">(.*?)</tr>', page, re.S)
+    cells = [list(map(text_of, re.findall(r"<t[dh].*?</t[dh]>", row, re.S))) for row in rows]
+    return [f"{cell[0]} {cell[1]}: {cell[-1]}".rstrip() for cell in cells]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rows"),
+    [
+        (
+            [given(0.25), given(0.5, name="format")],
+            ["0.25 reward: counts", "0.5 format:"],
+        ),
+        ([given(0.25), given(None)], ["0.25 reward: revised by a later one", "taken back reward:"]),
+        ([given(0.25, turn=70)], ["0.25 reward: for no turn: not used"]),
+        (
+            [given(0.25), given(0.5, source=COMPOSED_SOURCE), given(0.75, source="judge")],
+            [
+                "0.25 reward: revised by a later one",
+                "0.5 reward: counts",
+                "0.75 reward: a part of the composed one",
+            ],
+        ),
+    ],
+)
+def test_the_rewards_that_count_are_said_to(
+    store: Store, browse: Browse, rewards: list[Reward], rows: list[str]
+) -> None:
+    store.append([*(each for each in coding_agent() if not isinstance(each, Reward)), *rewards])
+    page = browse().get(f"/ui/rollouts/{CODING}").text
+    assert reward_rows(page) == rows
+    if rewards[0].turn is not None:
+        assert "turn 70, which is not there" in text_of(page)
+
+
+def test_a_reward_that_came_when_training_had_the_others_is_late(
+    store: Store, browse: Browse
+) -> None:
+    fill(store, tasks=1, size=1)
+    ledger = Ledger(store)
+    store.append([Reward(rollout_id="t0.0", value=0.25)])
+    lease(ledger, groups=1, size=1)
+    store.append([Reward(rollout_id="t0.0", value=0.5)])
+    rows = reward_rows(browse().get("/ui/rollouts/t0.0").text)
+    assert rows[-2:] == [
+        "0.25 reward: training took this one",
+        "0.5 reward: came while it was being trained: not used",
+    ]
+
+
+def test_of_very_many_rewards_the_newest_are_shown(store: Store, browse: Browse) -> None:
+    facts = [each for each in coding_agent() if not isinstance(each, Reward)]
+    rewards = [given(n / 1_000, created_at=1e9 + n) for n in range(250)]
+    store.append([*facts, *rewards, given(1.0, turn=0)])
+    page = browse().get(f"/ui/rollouts/{CODING}").text
+    rows = reward_rows(page)
+    assert len(rows) == 200
+    assert rows[-1] == "0.249 reward: counts"
+    said = text_of(page)
+    assert "50 earlier rewards not shown here." in said
+    assert "1 reward for turns, with them." in said
+
+
+def test_tokens_have_their_probability_version_and_disposition(
+    store: Store, browse: Browse
+) -> None:
     store.append(coding_agent())
     client = browse()
     page = client.get(f"/ui/rollouts/{CODING}/turns/1/tokens").text
@@ -142,8 +216,79 @@ def test_a_long_rollout_opens_by_a_window_of_its_turns(store: Store, browse: Bro
     assert "240 messages as in turn 119" in text_of(last)
 
 
+def large_turn(number: int, messages: list[Json], reply: Json, sampled: int = 1) -> Turn:
+    """One of several that begin afresh."""
+    return Turn(
+        turn_id=f"large.{number}",
+        rollout_id="large",
+        dialect="chat",
+        model="m",
+        prompt_token_ids=token_id_array([number]),
+        completion_token_ids=token_id_array([7] * sampled),
+        completion_logprobs=logprob_array([-0.5] * sampled),
+        policy_versions=((1, sampled),),
+        request={"model": "m", "messages": messages},
+        response={"choices": [{"index": 0, "message": {"role": "assistant", **reply}}]},
+        created_at=1_780_000_000.0 + number,
+    )
+
+
+def test_a_page_has_room_for_so_much_and_counts_the_rest(
+    store: Store, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "a word " * 1_000
+    many: list[Json] = [{"role": "user", "content": f"message {n} {text}"} for n in range(200)]
+    arguments = json.dumps({f"name{n}": text for n in range(30)})
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    few: list[Json] = [{"role": "user", "content": "the last question"}]
+    store.append(
+        [
+            large_turn(0, many, {"content": "reply 0"}),
+            large_turn(1, few, {"content": "reply 1", "tool_calls": [call] * 50}),
+            large_turn(2, few, {"content": "reply 2"}),
+        ]
+    )
+    view = partial(rollout_page.rollout_view, characters=600_000)
+    monkeypatch.setattr(rollout_page, "rollout_view", view)
+    page = browse().get("/ui/rollouts/large").text
+    assert len(page) < 1_200_000
+    said = text_of(page)
+    assert "message 0 a word" in said
+    assert re.search(r"\d+ messages not shown here", said)
+    assert re.search(r"\d+ more arguments not shown here", said)
+    assert re.search(r"\d+ more calls not shown here", said)
+    # What is large leaves room for what comes behind it.
+    for last in ("reply 0", "reply 1", "reply 2", "the last question"):
+        assert last in said
+
+
+def test_of_very_many_messages_the_first_and_the_last_are_shown(
+    store: Store, browse: Browse
+) -> None:
+    many: list[Json] = [{"role": "user", "content": f"<{n}>"} for n in range(1_000)]
+    store.append([large_turn(0, many, {"content": "reply"})])
+    said = html.unescape(browse().get("/ui/rollouts/large").text)
+    shown = [int(n) for n in re.findall(r'<div class="text"><(\d+)></div>', said)]
+    assert shown == [*range(FIRST_AND_LAST), *range(1_000 - FIRST_AND_LAST, 1_000)]
+    assert "800 messages not shown here" in said
+
+
 @pytest.mark.parametrize(("length", "whole"), [(10, False), (2_000, True), (100_000, True)])
 def test_long_texts_are_cut_and_say_so(length: int, whole: bool) -> None:
     shown = shown_text("x" * length, 1_000)
     assert bool(shown.whole) == whole
     assert len(shown.whole or shown.head) + shown.left == length
+
+
+def test_a_part_of_a_turns_tokens_says_so(store: Store, browse: Browse) -> None:
+    question: list[Json] = [{"role": "user", "content": "go"}]
+    store.append([large_turn(0, question, {"content": "reply"}, sampled=PAGE + 10)])
+    client = browse()
+    path = "/ui/rollouts/large/turns/0/tokens"
+    for query in ("", "?part=1"):
+        page = client.get(path + query).text
+        assert page.count('<span class="t ') == PAGE
+        assert "The first 2,000 of 2,010 tokens." in text_of(page)
+    last = client.get(f"{path}?from={PAGE}").text
+    assert last.count('<span class="t ') == 10
+    assert "Tokens 2,000 to 2,009 of 2,010." in text_of(last)

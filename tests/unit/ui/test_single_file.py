@@ -7,11 +7,14 @@ import hashlib
 import re
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from support.cli.sample_rollouts import coding_agent
 from tracegrad.cli.app import app
+from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.store import Store
+from tracegrad.ui import single_file
 from tracegrad.ui.single_file import rollout_html
 
 CODING = "0193c0de0001" + "0" * 20
@@ -32,6 +35,49 @@ def test_the_file_has_all_in_it_and_names_nothing_else(store: Store) -> None:
         assert f"sha256-{digest}" in allowed
     assert page.count("data-tokens") >= 19
     assert "The test suite fails since yesterday" in page
+
+
+def tokens_shown(page: str) -> list[int]:
+    """How many tokens of each turn the file has, where it has any."""
+    boxes = page.split('<div class="stream')[1:]
+    return [box.partition("</div>")[0].count('<span class="t ') for box in boxes]
+
+
+@pytest.mark.parametrize(
+    ("room", "shown", "said"),
+    [
+        (100_000, [8_000, 3_000, 10], None),
+        (8_010, [5_000, 3_000, 10], "with a part of the tokens of 1 turn"),
+        (3_010, [3_000, 10], "without the tokens of 1 turn"),
+    ],
+)
+def test_whole_turns_have_their_tokens_and_a_large_one_takes_no_small_ones_room(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    shown: list[int],
+    said: str | None,
+) -> None:
+    monkeypatch.setattr(single_file, "MOST_TOKENS", room)
+    store.append([_turn(number, sampled) for number, sampled in enumerate((8_000, 3_000, 10))])
+    page = rollout_html(store, "large")
+    assert tokens_shown(page) == shown
+    assert said is None or said in page
+    assert ("The first 5,000 of 8,000 tokens." in page) == (room == 8_010)
+
+
+def _turn(number: int, sampled: int) -> Turn:
+    return Turn(
+        turn_id=f"large.{number}",
+        rollout_id="large",
+        dialect="chat",
+        model="m",
+        prompt_token_ids=token_id_array([number]),
+        completion_token_ids=token_id_array([7] * sampled),
+        completion_logprobs=logprob_array([-0.5] * sampled),
+        policy_versions=((1, sampled),),
+        created_at=1_780_000_000.0 + number,
+    )
 
 
 def test_the_command_writes_it(store: Store, tmp_path: Path) -> None:

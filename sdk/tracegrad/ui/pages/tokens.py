@@ -48,6 +48,16 @@ class TokensView:
     has_text: bool
 
     @property
+    def part(self) -> str:
+        """Which of the turn's tokens these are; empty: all."""
+        end = self.first + len(self.tokens)
+        if end - self.first == self.total:
+            return ""
+        if not self.first:
+            return f"The first {end:,} of {self.total:,} tokens."
+        return f"Tokens {self.first:,} to {end - 1:,} of {self.total:,}."
+
+    @property
     def later(self) -> int | None:
         """The first token of the next page."""
         end = self.first + len(self.tokens)
@@ -75,15 +85,16 @@ def view_of(
     logprobs: Sequence[float],
     first: int,
     read: ReadTokens | None,
+    most: int = PAGE,
 ) -> TokensView:
-    """Of a turn with these tokens: those from `first` on, a page of them."""
+    """Of a turn with these tokens: those from `first` on, at most so many."""
     size = outline.sizes[number]
     fate, kind = disposition_text(outline.detail.turns[number], outline.detail)
     by_version = [version for version, count in size.versions for _ in range(count)]
     known = sorted(set(by_version))
     colours = {version: n % _VERSION_COLOURS for n, version in enumerate(known)}
     first = max(0, min(first, len(sampled)))
-    chosen = range(first, min(first + PAGE, len(sampled)))
+    chosen = range(first, min(first + most, len(sampled)))
     texts = read(sampled[first : chosen.stop]) if read is not None else None
     tokens = [
         _token(
