@@ -400,9 +400,10 @@ def rollout_reason(detail: RolloutDetail) -> str | None:
 
 def untrained_reason(turn: Turn, detail: RolloutDetail) -> UntrainedReason | None:
     """Why the rollout's turn is not trained; None: it is."""
-    row, fate = detail.summary, detail.dispositions.get(turn.turn_id)
-    if fate is not None:
-        return UntrainedReason(fate.skip_reason, True) if fate.skip_reason is not None else None
+    row, disposition = detail.summary, detail.dispositions.get(turn.turn_id)
+    if disposition is not None:
+        skipped = disposition.skip_reason
+        return UntrainedReason(skipped, True) if skipped is not None else None
     if turn.untrainable is not None:
         return UntrainedReason(turn.untrainable, True)
     # The ledger closes a rollout with every turn it has: this one came after that.

@@ -13,7 +13,7 @@ from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.store.types import COMPOSED_SOURCE
 
-Fate = Literal["trained", "waiting", "untrained"]
+DispositionKind = Literal["trained", "waiting", "untrained"]
 
 
 def versions_text(turn: Turn) -> str:
@@ -23,15 +23,15 @@ def versions_text(turn: Turn) -> str:
     return ", ".join(f"{amount} by version {version}" for version, amount in spans)
 
 
-def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, Fate]:
+def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, DispositionKind]:
     """What became of the turn, and of which kind that is."""
-    fate = detail.dispositions.get(turn.turn_id)
+    disposition = detail.dispositions.get(turn.turn_id)
     missing = untrained_reason(turn, detail)
     if missing is None:
-        return f"trained in step {fate.step if fate else None}", "trained"
+        return f"trained in step {disposition.step if disposition else None}", "trained"
     if not missing.final:
         return f"not trained yet: {training_text(detail.summary)}", "waiting"
-    how = "not trained" if fate is not None or not turn.untrainable else "not trainable"
+    how = "not trained" if disposition is not None or not turn.untrainable else "not trainable"
     return f"{how}: {one_line(missing.reason)}", "untrained"
 
 

@@ -32,7 +32,7 @@ def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
 def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """A turn with its index in its rollout and the rewards that were given for it."""
     turn = detail.turns[index]
-    fate = detail.dispositions.get(turn.turn_id)
+    disposition = detail.dispositions.get(turn.turn_id)
     found: dict[str, Any] = {
         "turn": index,
         "turn_id": turn.turn_id,
@@ -43,8 +43,8 @@ def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dic
         "prompt_tokens": len(turn.prompt_token_ids),
         "completion_tokens": len(turn.completion_token_ids),
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
-        "trained_step": fate.step if fate else None,
-        "skip_reason": fate.skip_reason if fate else None,
+        "trained_step": disposition.step if disposition else None,
+        "skip_reason": disposition.skip_reason if disposition else None,
     }
     if tokens:
         found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}

@@ -89,7 +89,7 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
 
 def _turn_object(index: int, detail: RolloutDetail, transcript: Transcript) -> dict[str, Any]:
     turn = detail.turns[index]
-    fate = detail.dispositions.get(turn.turn_id)
+    disposition = detail.dispositions.get(turn.turn_id)
     missing = untrained_reason(turn, detail)
     return {
         "turn": index,
@@ -105,7 +105,7 @@ def _turn_object(index: int, detail: RolloutDetail, transcript: Transcript) -> d
             if is_latest_reward(reward, detail)
         },
         "parent_span_id": turn.parent_span_id,
-        "trained_step": fate.step if fate else None,
+        "trained_step": disposition.step if disposition else None,
         "not_trained": missing.reason if missing else None,
     }
 
@@ -185,10 +185,10 @@ def _version(row: _Row) -> Text:
 
 
 def _training(row: _Row, detail: RolloutDetail) -> Text:
-    fate = detail.dispositions.get(row.turn.turn_id)
+    disposition = detail.dispositions.get(row.turn.turn_id)
     missing = untrained_reason(row.turn, detail)
     if missing is None:
-        return Text(f"step {fate.step if fate else None}", style="green")
+        return Text(f"step {disposition.step if disposition else None}", style="green")
     return Text(one_line(missing.reason), style="yellow" if missing.final else "dim")
 
 

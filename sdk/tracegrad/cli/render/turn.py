@@ -38,7 +38,7 @@ _ROLE_STYLE = {"system": "dim", "developer": "dim", "user": "bold", "tool": "yel
 _LIMITS_BY_ROLE = {"system": (4, 400), "developer": (4, 400), "tool": (8, 800)}
 _DEFAULT_LIMITS = (16, 1200)
 _LONGEST_COMMENT = 200  # characters
-_FATE_STYLE = {"trained": "green", "waiting": "", "untrained": "yellow"}
+_DISPOSITION_STYLE = {"trained": "green", "waiting": "", "untrained": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +137,8 @@ def turn_title(index: int, how: TurnView) -> Text:
     missing = untrained_reason(turn, how.detail)
     if missing is not None and missing.reason == how.of_rollout:
         return title
-    fate, kind = disposition_text(turn, how.detail)
-    return title.append("  ").append(fate, style=f"not bold {_FATE_STYLE[kind]}")
+    disposition, kind = disposition_text(turn, how.detail)
+    return title.append("  ").append(disposition, style=f"not bold {_DISPOSITION_STYLE[kind]}")
 
 
 def _summary(turn: Turn, detail: RolloutDetail) -> Text:

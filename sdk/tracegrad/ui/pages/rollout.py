@@ -25,7 +25,7 @@ from tracegrad.inspect.rollout_time import STAGES, RolloutTime, time_of
 from tracegrad.inspect.transcript import RepeatedMessages, Transcript
 from tracegrad.inspect.tree_layout import TurnChain, turn_chains
 from tracegrad.inspect.turn_standing import (
-    Fate,
+    DispositionKind,
     RewardStandings,
     disposition_text,
     late_by,
@@ -92,8 +92,8 @@ class ShownTurn:
     size: TurnSize
     heading: str  # "continues turn 3", or nothing
     after_s: float
-    fate: str
-    kind: Fate
+    disposition: str
+    kind: DispositionKind
     meaning: ReasonText | None
     finish: str
     tools: list[str]
@@ -171,8 +171,8 @@ def rollout_view(
     characters: int = CHARACTERS,
     single: bool = False,
 ) -> RolloutView:
-    """With the turns from `first` on, `window` of them. `characters`: of texts that there is room for.
-    `single`: links lead within the page. Raises `UnknownRollout` or `AmbiguousRollout`."""
+    """With the turns from `first` on, `window` of them. `characters`: of texts that there is room
+    for. `single`: links lead within the page. Raises `UnknownRollout` or `AmbiguousRollout`."""
     with store.reading() as connection:
         outline = rollout_outline(connection, rollout_id)
         total = len(outline.detail.turns)
@@ -278,7 +278,7 @@ def _turn(
 ) -> ShownTurn:
     detail, at = outline.detail, order.index(number)
     turn = detail.turns[number]
-    fate, kind = disposition_text(turn, detail)
+    disposition, kind = disposition_text(turn, detail)
     missing = untrained_reason(turn, detail)
     say = missing is not None and missing.final and missing.reason != said_above
     reply = transcript.reply(at)
@@ -302,7 +302,7 @@ def _turn(
         size=outline.sizes[number],
         heading=_heading(number, turn, outline),
         after_s=max(0.0, turn.created_at - detail.summary.opened_at),
-        fate=fate,
+        disposition=disposition,
         kind=kind,
         meaning=untrained_text(missing.reason) if missing is not None and say else None,
         finish=finish_reason_text(turn),

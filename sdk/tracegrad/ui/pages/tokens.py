@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tracegrad.inspect.display_text import printable
-from tracegrad.inspect.turn_standing import Fate, disposition_text
+from tracegrad.inspect.turn_standing import DispositionKind, disposition_text
 from tracegrad.store import Store
 from tracegrad.store.errors import UnknownRollout
 from tracegrad.store.read.rollout_outline import RolloutOutline, rollout_outline, turn_tokens
@@ -43,8 +43,8 @@ class TokensView:
     prompt: int
     mean_logprob: float | None
     versions: list[tuple[int, int]]  # version, its colour
-    fate: str
-    kind: Fate
+    disposition: str
+    kind: DispositionKind
     has_text: bool
 
     @property
@@ -89,7 +89,7 @@ def view_of(
 ) -> TokensView:
     """Of a turn with these tokens: those from `first` on, at most so many."""
     size = outline.sizes[number]
-    fate, kind = disposition_text(outline.detail.turns[number], outline.detail)
+    disposition, kind = disposition_text(outline.detail.turns[number], outline.detail)
     by_version = [version for version, count in size.versions for _ in range(count)]
     known = sorted(set(by_version))
     colours = {version: n % _VERSION_COLOURS for n, version in enumerate(known)}
@@ -103,7 +103,7 @@ def view_of(
             texts[at - first] if texts is not None else None,
             (by_version[at], colours[by_version[at]]) if at < len(by_version) else None,
             kind,
-            fate,
+            disposition,
         )
         for at in chosen
     ]
@@ -115,7 +115,7 @@ def view_of(
         prompt=size.prompt,
         mean_logprob=math.fsum(logprobs) / len(logprobs) if len(logprobs) else None,
         versions=[(version, colours[version]) for version in known],
-        fate=fate,
+        disposition=disposition,
         kind=kind,
         has_text=texts is not None,
     )
@@ -126,8 +126,8 @@ def _token(
     logprob: float,
     text: str | None,
     version: tuple[int, int] | None,
-    kind: Fate,
-    fate: str,
+    kind: DispositionKind,
+    disposition: str,
 ) -> ShownToken:
     likely = math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else 0.0
     bucket = next(n for n, (least, _) in enumerate(BUCKETS) if likely >= least)
@@ -136,7 +136,7 @@ def _token(
     if version is not None:
         said.append(f"version {version[0]}")
         classes += f" v{version[1]}"
-    said += [fate, f"token {token}"]
+    said += [disposition, f"token {token}"]
     shown = str(token) if text is None else _visible(text)
     breaks = text is not None and "\n" in text
     return ShownToken(shown, classes, " · ".join(said), breaks)
