@@ -211,7 +211,7 @@ def create_app(
     app.include_router(make_keys_router(access))
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
-    app.router.routes.append(Route("/", _home))
+    app.router.routes.append(Route("/", _home, include_in_schema=False))
     app.mount(
         PAGE_PATH,
         make_ui(store, sessions=access.sessions, find_tokens=partial(_read_tokens, text)),
