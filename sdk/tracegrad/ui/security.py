@@ -29,12 +29,15 @@ BASE = "/ui"
 LOGIN = f"{BASE}/login"
 STATIC = f"{BASE}/static/"
 
+READING = frozenset({"GET", "HEAD"})
+
 SESSION_COOKIE = "tracegrad_session"
 SESSION_S = 12 * 3600.0
 # Where there is no session: the token of forms, given to this browser.
 FORM_COOKIE = "tracegrad_form"
 TOKEN_FIELD = "csrf"
-_MOST_FORM_BYTES = 64 << 10
+# Of a request of the page, or of anybody without a key.
+MOST_FORM_BYTES = 64 << 10
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:;"
@@ -110,9 +113,11 @@ def is_page(path: str) -> bool:
     return path == BASE or path.startswith(f"{BASE}/")
 
 
-def needs_no_key(path: str) -> bool:
-    """What a browser shows before anybody has logged in."""
-    return path == LOGIN or path.startswith(STATIC)
+def needs_no_key(method: str, path: str) -> bool:
+    """What a browser asks for before anybody has logged in."""
+    if method == "POST":
+        return path == LOGIN
+    return method in READING and (path == LOGIN or path.startswith(STATIC))
 
 
 def login_location(scope: Scope) -> str | None:
@@ -172,7 +177,7 @@ class FormTokens:
         if request.headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
             raise Refused("another site sent this form; open the page itself and send it there")
         body = await request.body()
-        if len(body) > _MOST_FORM_BYTES:
+        if len(body) > MOST_FORM_BYTES:  # where no proxy has looked at it
             raise Refused("the form is larger than any of this page", 413)
         fields = dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
         if not self._is_token(request, fields.get(TOKEN_FIELD, "")):

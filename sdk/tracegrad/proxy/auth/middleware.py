@@ -50,8 +50,17 @@ from tracegrad.proxy.auth.rollout_keys import RolloutKeyService, hash_key, rollo
 from tracegrad.proxy.http.errors import ApiError, BadRequest
 from tracegrad.proxy.http.request import ClientDisconnected
 from tracegrad.proxy.http.request_body import BodyReader
-from tracegrad.ui.security import Sessions, is_page, login_location, needs_no_key, session_of
+from tracegrad.ui.security import (
+    MOST_FORM_BYTES,
+    READING,
+    Sessions,
+    is_page,
+    login_location,
+    needs_no_key,
+    session_of,
+)
 
+# To be read, without any key.
 OPEN_PATHS = frozenset({"/healthz"})
 _GATE, _PUSHES = "/api/push", "/api/push/"
 
@@ -254,7 +263,8 @@ class AuthMiddleware:
         try:
             scope["tracegrad.caller"] = caller = await self._admitted(scope)
             lease = scope["tracegrad.lease"] = self._bodies.lease(_client(caller, scope))
-            receive = await self._bodies.read(scope, receive, lease)
+            most = _most_bytes(scope["path"])
+            receive = await self._bodies.read(scope, receive, lease, most=most)
             await self._app(scope, receive, send)
         except ApiError as error:
             response = self._refusal(scope, error)
@@ -267,7 +277,7 @@ class AuthMiddleware:
 
     async def _admitted(self, scope: Scope) -> Caller:
         path = scope["path"]
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS and scope["method"] in READING:
             return Caller()
         headers, pushes = scope["headers"], path.startswith(_PUSHES)
         of_gate = pushes or path == _GATE
@@ -275,7 +285,7 @@ class AuthMiddleware:
             return Caller()
         if path == METRICS_PATH and self._access.may_read_metrics(headers, scope["query_string"]):
             return Caller()
-        if is_page(path) and (visitor := self._visitor(path, headers)) is not None:
+        if is_page(path) and (visitor := self._visitor(scope)) is not None:
             return visitor
         caller = await self._access.authenticate(scope["method"], headers, scope["query_string"])
         if pushes and not caller.bound:
@@ -284,12 +294,12 @@ class AuthMiddleware:
             _check_place(caller, scope["method"], path, headers)
         return caller
 
-    def _visitor(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> Caller | None:
+    def _visitor(self, scope: Scope) -> Caller | None:
         """Who looks at the page in a browser; None: they need a key, or none is asked for."""
         sessions = self._access.sessions
-        if sessions.is_valid(session_of(headers)):
+        if sessions.is_valid(session_of(scope["headers"])):
             return Caller(admin=True)
-        if sessions.asks_for_key and needs_no_key(path):
+        if sessions.asks_for_key and needs_no_key(scope["method"], scope["path"]):
             return Caller(scopes=frozenset(), source="nobody")
         return None
 
@@ -300,6 +310,12 @@ class AuthMiddleware:
         if error.status == 401:
             response.headers["www-authenticate"] = "Bearer"
         return response
+
+
+def _most_bytes(path: str) -> int | None:
+    """Of a body, where people without a key get: no stranger holds the memory of calls. None: as
+    the settings say."""
+    return MOST_FORM_BYTES if is_page(path) or path in OPEN_PATHS else None
 
 
 def _client(caller: Caller, scope: Scope) -> str:

@@ -190,8 +190,11 @@ class BodyReader:
         """Bytes that bodies take now, and that they may take."""
         return self._budget.total - self._budget.free, self._budget.total
 
-    async def read(self, scope: Scope, receive: Receive, lease: MemoryLease) -> Receive:
-        """A `receive` that has the whole body in its first message.
+    async def read(
+        self, scope: Scope, receive: Receive, lease: MemoryLease, *, most: int | None = None
+    ) -> Receive:
+        """A `receive` that has the whole body in its first message. `most`: bytes, where fewer
+        are taken than the settings say.
 
         Raises BadRequest (413) for a body that is too large or holds too many values, Unavailable
         where there is no memory for it, ClientDisconnected when the rest of it never comes.
@@ -201,6 +204,8 @@ class BodyReader:
         limit, setting = self._limits.body, "max_body_mib"
         if in_api and self._limits.api < limit:
             limit, setting = self._limits.api, "max_api_body_mib"
+        if most is not None and most < limit:
+            limit, setting = most, "the most that is taken here"
         length = _length(scope["headers"])
         if length is not None:
             if length > limit:
@@ -239,8 +244,9 @@ def too_many_values(most: int) -> BadRequest:
 
 
 def _too_large(limit: int, setting: str) -> BadRequest:
+    size = f"{limit >> 20} MiB" if limit >= 1 << 20 else f"{limit >> 10} KiB"
     return BadRequest(
-        f"the body is larger than {limit >> 20} MiB ({setting})", status=413, code="body_too_large"
+        f"the body is larger than {size} ({setting})", status=413, code="body_too_large"
     )
 
 
@@ -266,7 +272,7 @@ def _counted(receive: Receive, limit: int, setting: str, lease: MemoryLease) -> 
         if size > limit:
             raise _too_large(limit, setting)
         if size > taken:
-            step = size - taken + _STEP
+            step = min(size + _STEP, limit) - taken
             await lease.acquire(step)
             taken += step
         return message

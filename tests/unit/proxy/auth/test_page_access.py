@@ -8,8 +8,11 @@ from starlette.testclient import TestClient
 from tracegrad.key_derivation import CALLS, EVENTS, derive_key
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
+from tracegrad.proxy.http.request_body import MemoryBudget
 from tracegrad.store import GroupCommitWriter, Store
-from tracegrad.ui.security import SESSION_COOKIE, Sessions
+from tracegrad.ui.security import MOST_FORM_BYTES, SESSION_COOKIE, Sessions
+
+pytestmark = pytest.mark.databases("sqlite")
 
 KEY = "the-admin's-own-key-of-this-test"
 HTML = {"accept": "text/html,application/xhtml+xml"}
@@ -79,3 +82,38 @@ def test_a_rollouts_key_never_opens_the_page(store: Store, scope: str) -> None:
     for path in ("/ui", "/ui/", "/ui/rollouts", "/ui/rollouts/r1", "/ui/session", "/"):
         answer = client.get(path, headers={"authorization": f"Bearer {key}"})
         assert answer.status_code == 403, path
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_without_a_key_pages_are_read_and_only_the_form_is_sent(store: Store, method: str) -> None:
+    client = browser(store, KEY)
+    for path in ("/healthz", "/ui/static/ui.css", "/ui/static/nothing"):
+        assert client.request(method, path).status_code == 401, path
+    without_token = client.request(method, "/ui/login")
+    assert without_token.status_code == (403 if method == "POST" else 401)
+    for path in ("/healthz", "/ui/login"):
+        assert client.get(path).status_code == 200
+
+
+@pytest.mark.parametrize("admin_key", [None, KEY])
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/ui/login"), ("GET", "/ui/static/ui.css"), ("GET", "/healthz")]
+)
+def test_a_large_body_is_refused_before_it_takes_memory(
+    store: Store, admin_key: str | None, method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    async def acquire(_: MemoryBudget, __: str, ___: int, size: int) -> None:
+        taken.append(size)
+
+    monkeypatch.setattr(MemoryBudget, "acquire", acquire)
+    monkeypatch.setattr(MemoryBudget, "give_back", lambda *_: None)
+    client = browser(store, admin_key)
+    declared = client.request(method, path, content=b"a" * (MOST_FORM_BYTES + 1))
+    assert declared.status_code == 413
+    assert "64 KiB" in declared.text
+    assert not taken
+    in_chunks = client.request(method, path, content=iter([b"a" * 1000, b"a" * MOST_FORM_BYTES]))
+    assert in_chunks.status_code == 413
+    assert sum(taken) <= MOST_FORM_BYTES
