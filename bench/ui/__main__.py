@@ -7,6 +7,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment
@@ -31,6 +32,10 @@ LISTS: dict[str, dict[str, str]] = {
     "state waiting": {"state": "waiting"},
     "an agent that is not there": {"agent": "nobody"},
 }
+# Of "new?" and of the neighbours of a rollout.
+FILTERS_OF_FEW: dict[str, dict[str, str]] = {
+    name: LISTS[name] for name in ("tag of 2 %", "an agent that is not there")
+} | {"one task, and not its outcome": {"task": "task-17", "outcome": "aborted"}}
 
 
 def main() -> None:
@@ -52,6 +57,7 @@ def main() -> None:
         query = rollouts.read_query([])
         newest = write_key(RolloutKey(BEGAN + given.rollouts - 4, ""))
         _report("3 new?", lambda: rollouts.count_new(store, query, newest), given.repeats)
+        _report_of_few(store, newest, given.rollouts, given.repeats)
         middle = f"{given.rollouts // 2:012x}{'0' * 20}"
         _report("a rollout", _rollout(store, environment, middle, 0), given.repeats)
     with Store.open(f"sqlite:///{given.folder}/long-{given.turns}.db") as store:
@@ -77,6 +83,21 @@ def _list(
         return render(environment, "rollouts.html", **_FRAME, **values)
 
     return made
+
+
+def _report_of_few(store: Store, newest: str, count: int, repeats: int) -> None:
+    for name, asked in FILTERS_OF_FEW.items():
+        query = rollouts.read_query(asked.items())
+        for since, after in (("since the newest", newest), ("of all", None)):
+            made = partial(rollouts.count_new, store, query, after)
+            _report(f"new {since}? {name}", made, repeats)
+        for number in (20, count // 2, count - 20):
+            for way in ("newer", "older"):
+                beside = f"{number:012x}{'0' * 20}"
+                made_path = partial(
+                    rollouts.neighbour_path, store, beside, query, newer=way == "newer"
+                )
+                _report(f"{way} than number {number:,}: {name}", made_path, repeats)
 
 
 def _rollout(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from functools import partial
 from time import monotonic
 from typing import ParamSpec, TypeVar
@@ -28,14 +30,23 @@ T = TypeVar("T")
 async def run_in_thread(method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
     """What a method of the store returns; it is asked again for RECONNECT_S while the store's
     server is gone. Raises what it raises, and as `within_store_timeout`."""
-    return await within_store_timeout(_reconnecting(partial(method, *args, **more)))
+    return await run_in(None, method, *args, **more)
 
 
-async def _reconnecting(method: Callable[[], T]) -> T:
+async def run_in(
+    threads: Executor | None, method: Callable[P, T], *args: P.args, **more: P.kwargs
+) -> T:
+    """As `run_in_thread`, in threads of one's own; None: in those that calls use."""
+    return await within_store_timeout(_reconnecting(threads, partial(method, *args, **more)))
+
+
+async def _reconnecting(threads: Executor | None, method: Callable[[], T]) -> T:
+    loop = asyncio.get_running_loop()
     deadline = monotonic() + RECONNECT_S
     while True:
         try:
-            return await asyncio.to_thread(method)
+            run = contextvars.copy_context().run
+            return await loop.run_in_executor(threads, run, method)
         except StoreLost:
             if monotonic() > deadline:
                 raise

@@ -17,7 +17,8 @@ MAIN_REWARD_NAME = "reward"
 
 
 def begins_with(
-    column: InstrumentedAttribute[str] | InstrumentedAttribute[str | None], prefix: str
+    column: ColumnElement[str] | InstrumentedAttribute[str] | InstrumentedAttribute[str | None],
+    prefix: str,
 ) -> ColumnElement[bool]:
     """As a range, which every database finds in an index; the last code point is no character."""
     return and_(column >= prefix, column < prefix + "\U0010ffff")

@@ -75,11 +75,12 @@ class RolloutFilter:
         """Whether nothing is asked."""
         return self == RolloutFilter()
 
-    def where(self) -> ColumnElement[bool]:
-        """Of `Rollouts`."""
+    def where(self, *, by_task_index: bool = True) -> ColumnElement[bool]:
+        """Of `Rollouts`. `by_task_index`: databases may look a task up; not where another index
+        leads to the few rollouts that are asked about."""
         wanted: list[ColumnElement[bool]] = [true(), has_tags(self.tags)]
         if self.task is not None:
-            wanted.append(_is_task(self.task))
+            wanted.append(_is_task(self.task, by_task_index))
         if self.agent is not None:
             wanted.append(Rollouts.agent == self.agent)
         if self.outcome is not None:
@@ -114,15 +115,17 @@ class RolloutFilter:
         return [exists().where(Turns.rollout_id == Rollouts.rollout_id, *bounds)]
 
 
-def _is_task(task: str) -> ColumnElement[bool]:
+def _is_task(task: str, by_index: bool) -> ColumnElement[bool]:
     """Of a hash, which `tracegrad.task_ids` makes, its beginning is enough."""
-    named = Rollouts.task_id == task
+    # The same text, and nothing that an index has.
+    task_id = Rollouts.task_id if by_index else Rollouts.task_id.concat("")
+    named = task_id == task
     if not (MIN_TASK_PREFIX <= len(task) < TASK_HASH_LENGTH and set(task) <= {*_HEX}):
         return named
     is_hash = and_(
         func.length(Rollouts.task_id) == TASK_HASH_LENGTH, func.ltrim(Rollouts.task_id, _HEX) == ""
     )
-    return or_(named, and_(begins_with(Rollouts.task_id, task), is_hash))
+    return or_(named, and_(begins_with(task_id, task), is_hash))
 
 
 def _stands_so(state: str) -> ColumnElement[bool]:

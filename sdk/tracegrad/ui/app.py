@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from jinja2 import Environment
 from starlette.applications import Starlette
@@ -16,7 +17,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from tracegrad.proxy.store_async import run_in_thread
+from tracegrad.proxy.store_async import run_in
 from tracegrad.store import Store
 from tracegrad.store.errors import (
     AmbiguousRollout,
@@ -27,7 +28,7 @@ from tracegrad.store.errors import (
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
 from tracegrad.ui.pages import rollout, rollouts, tokens
-from tracegrad.ui.paging import WrongLink, link
+from tracegrad.ui.paging import WrongLink
 from tracegrad.ui.security import (
     BASE,
     LOGIN,
@@ -46,6 +47,11 @@ log = logging.getLogger("tracegrad.proxy")
 # Finds out how the tokens of the model that is served are read; None: that is not known.
 FindsTokens = Callable[[], Awaitable[tokens.ReadTokens | None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
+# Pages that are read and made at a time; others wait. Calls have threads of their own.
+THREADS = 4
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class NavigationLink(NamedTuple):
@@ -81,6 +87,7 @@ class Pages:
         self._sessions = sessions
         self._tokens = FormTokens(sessions)
         self._environment: Environment = make_environment()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tracegrad-page")
 
     def routes(self) -> list[BaseRoute]:
         def get(path: str, endpoint: Endpoint) -> Route:
@@ -136,11 +143,15 @@ class Pages:
 
         return answered
 
+    async def _run(self, method: Callable[P, T], *args: P.args, **more: P.kwargs) -> T:
+        """As `run_in_thread`, without a thread that calls could use."""
+        return await run_in(self._threads, method, *args, **more)
+
     async def page(
         self, request: Request, template: str, status: int = 200, **values: Any
     ) -> HTMLResponse:
         """The page that a template makes; `values` are its own."""
-        made = await run_in_thread(
+        made = await self._run(
             render, self._environment, template, **self._of_every_page(request), **values
         )
         response = HTMLResponse(made, status)
@@ -205,12 +216,12 @@ class Pages:
             return await self._search(request, sought)
         query = rollouts.read_query(request.query_params.multi_items())
         before = request.query_params.get("before")
-        values = await run_in_thread(rollouts.list_values, self._store, query, before)
+        values = await self._run(rollouts.list_values, self._store, query, before)
         return await self.page(request, "rollouts.html", 400 if query.error else 200, **values)
 
     async def _search(self, request: Request, sought: str) -> Response:
         """The rollouts whose ids begin so; of one alone its page."""
-        found = await run_in_thread(rollouts.search, self._store, sought)
+        found = await self._run(rollouts.search, self._store, sought)
         if len(found) == 1 or sought in found:
             rollout_id = sought if sought in found else found[0]
             return RedirectResponse(rollouts.path_of(rollout_id), 303)
@@ -220,10 +231,10 @@ class Pages:
         query = rollouts.read_query(request.query_params.multi_items())
         count = partial(rollouts.count_new, self._store, query, request.query_params.get("after"))
         try:
-            new = await run_in_thread(count)
+            new = await self._run(count)
         except StoreUnavailable:
             return live.nothing()
-        return live.event("new", str(new))
+        return live.event("new", str(new.count), slow=not new.complete)
 
     # One rollout
 
@@ -238,15 +249,13 @@ class Pages:
                 rollout.rollout_view(self._store, rollout_id, first), query
             )
 
-        return await self.page(request, "rollout.html", **await run_in_thread(values))
+        return await self.page(request, "rollout.html", **await self._run(values))
 
     async def _neighbour(self, request: Request, *, newer: bool) -> Response:
         rollout_id = request.path_params["rollout"]
         query = rollouts.read_query(request.query_params.multi_items())
-        found = await run_in_thread(rollouts.neighbour, self._store, rollout_id, query, newer=newer)
-        if found is None:
-            return RedirectResponse(link(rollouts.PATH, query.pairs), 303)
-        return RedirectResponse(link(rollouts.path_of(found), query.pairs), 303)
+        path = await self._run(rollouts.neighbour_path, self._store, rollout_id, query, newer=newer)
+        return RedirectResponse(path, 303)
 
     async def _turn_tokens(self, request: Request) -> Response:
         """A page, or with `part` what goes into one."""
@@ -254,7 +263,7 @@ class Pages:
         turn = _read_number("turn", request.path_params["turn"])
         first = _whole_number(request, "from")
         read = await self._find_tokens()
-        view = await run_in_thread(tokens.tokens_view, self._store, rollout_id, turn, first, read)
+        view = await self._run(tokens.tokens_view, self._store, rollout_id, turn, first, read)
         values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
         template = "tokens_part.html" if "part" in request.query_params else "tokens.html"
         return await self.page(request, template, path=rollouts.path_of(rollout_id), **values)

@@ -9,13 +9,15 @@ from __future__ import annotations
 from starlette.responses import Response
 
 RETRY_MS = 3_000
+# Where an answer took all the time that it may.
+SLOW_RETRY_MS = 30_000
 
 
-def event(name: str, data: str) -> Response:
+def event(name: str, data: str, *, slow: bool = False) -> Response:
     """A message, and when the browser is to ask again. `data` is one line."""
     assert "\n" not in data
     return Response(
-        f"retry: {RETRY_MS}\nevent: {name}\ndata: {data}\n\n",
+        f"retry: {SLOW_RETRY_MS if slow else RETRY_MS}\nevent: {name}\ndata: {data}\n\n",
         media_type="text/event-stream",
         headers={"cache-control": "no-store"},
     )
@@ -23,4 +25,4 @@ def event(name: str, data: str) -> Response:
 
 def nothing() -> Response:
     """Nothing can be said now; ask again."""
-    return Response(f"retry: {RETRY_MS}\n: later\n\n", media_type="text/event-stream")
+    return Response(f"retry: {SLOW_RETRY_MS}\n: later\n\n", media_type="text/event-stream")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable
 
+import pytest
 from starlette.testclient import TestClient
 
 from support.cli.sample_rollouts import a_failure, coding_agent, four_alike, samples_of_one_prompt
 from tracegrad.events import RolloutStarted
-from tracegrad.store import RolloutFilter, Store
-from tracegrad.store.read.rollout_pages import RolloutKey, page_of_rollouts
+from tracegrad.store import Store
+from tracegrad.store.read import rollout_pages
+from tracegrad.store.read.rollout_pages import RolloutKey
+from tracegrad.ui.pages import rollouts
 from tracegrad.ui.paging import PAGE, read_key, write_key
 
 Browse = Callable[..., TestClient]
@@ -68,20 +72,6 @@ def test_a_time_of_no_calendar_costs_no_page(store: Store, browse: Browse) -> No
         assert client.get(f"/ui/rollouts/{each}").status_code == 200
 
 
-def test_rollouts_of_one_moment_are_all_paged_through(store: Store) -> None:
-    store.append([RolloutStarted(rollout_id=f"r{n:03}", opened_at=5.0) for n in range(25)])
-    seen: list[str] = []
-    key = None
-    with store.reading() as connection:
-        while True:
-            page = page_of_rollouts(connection, RolloutFilter(), before=key, limit=4)
-            seen += [row.rollout_id for row in page.rows]
-            if not page.more:
-                break
-            key = RolloutKey(5.0, seen[-1])
-    assert seen == [f"r{n:03}" for n in reversed(range(25))]
-
-
 def test_the_filters_are_those_of_the_command_line(store: Store, browse: Browse) -> None:
     store.append([*coding_agent(), *samples_of_one_prompt(), *four_alike(), *a_failure()])
     client = browse()
@@ -112,44 +102,6 @@ def test_a_wrong_filter_is_named(browse: Browse) -> None:
         answer = client.get("/ui/rollouts", params=query)
         assert answer.status_code == 400, query
         assert said in answer.text.replace("&#39;", "'")
-
-
-def test_a_search_that_few_pass_says_how_far_it_came_and_goes_on(store: Store) -> None:
-    open_rollouts(store, range(1, 3000))
-    store.append([RolloutStarted(rollout_id="rare", agent="rare", opened_at=1000.0)])
-    wanted = RolloutFilter(agent="rare")
-    with store.reading() as connection:
-        # No time at all: one look.
-        page = page_of_rollouts(connection, wanted, limit=10, search_s=0.0)
-        assert not page.rows
-        assert page.more
-        looks = 1
-        while not page.rows:
-            assert page.searched_to is not None
-            key = RolloutKey(page.searched_to, "")
-            page = page_of_rollouts(connection, wanted, before=key, limit=10, search_s=0.0)
-            looks += 1
-        assert [row.rollout_id for row in page.rows] == ["rare"]
-        assert looks > 3
-        whole = page_of_rollouts(connection, wanted, limit=10, clock=lambda: 0.0)
-        assert [row.rollout_id for row in whole.rows] == ["rare"]
-        assert not whole.more
-
-
-def test_more_of_one_moment_than_a_search_looks_at_do_not_stop_it(store: Store) -> None:
-    store.append([RolloutStarted(rollout_id=f"r{n:05}", opened_at=5.0) for n in range(1500)])
-    store.append([RolloutStarted(rollout_id="old", agent="rare", opened_at=4.0)])
-    key, found = None, list[str]()
-    with store.reading() as connection:
-        for _ in range(10):
-            page = page_of_rollouts(
-                connection, RolloutFilter(agent="rare"), before=key, limit=9, search_s=0.0
-            )
-            found += [row.rollout_id for row in page.rows]
-            if page.searched_to is None:
-                break
-            key = RolloutKey(page.searched_to, "")
-    assert found == ["old"]
 
 
 def test_what_is_new_is_counted_by_the_filter_and_shown_when_asked_for(
@@ -188,3 +140,60 @@ def test_a_rollout_is_found_by_the_beginning_of_its_id(store: Store, browse: Bro
 def test_keys_of_pages_are_read_as_they_were_written() -> None:
     for key in (RolloutKey(1_763_640_000.123456, "a~b:c@d"), RolloutKey(1e-7, "")):
         assert read_key(write_key(key)) == key
+
+
+def without_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches end after one look."""
+    for function in (rollout_pages.next_rollout, rollout_pages.count_newer):
+        monkeypatch.setitem(function.__kwdefaults__, "search_s", 0.0)
+
+
+def test_a_neighbour_that_was_not_found_in_time_is_looked_for_in_the_list(
+    store: Store, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_time(monkeypatch)
+    open_rollouts(store, range(1, 1200), agent="common")
+    store.append(
+        [RolloutStarted(rollout_id=f"rare{n}", agent="rare", opened_at=n) for n in (5.0, 9999.0)]
+    )
+    client = browse()
+
+    def leads_to(rollout_id: str, way: str, **query: str) -> str:
+        path = f"/ui/rollouts/{rollout_id}/{way}"
+        return client.get(path, params=query, follow_redirects=False).headers["location"]
+
+    older = leads_to("rare9999.0", "older", agent="rare")
+    assert older.startswith("/ui/rollouts?agent=rare&before=")
+    assert "Look further back" in client.get(older).text or "rare5.0" in client.get(older).text
+    newer = leads_to("rare5.0", "newer", agent="rare")
+    assert newer.startswith("/ui/rollouts?agent=rare&before=")
+    # There is one, and there is none.
+    assert leads_to("r01199", "newer", agent="rare") == "/ui/rollouts/rare9999.0?agent=rare"
+    assert leads_to("rare5.0", "older", agent="rare") == "/ui/rollouts?agent=rare"
+
+
+def test_a_count_that_ran_out_of_time_is_asked_for_less_often(
+    store: Store, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = browse()
+    address = "/ui/rollouts/events?agent=nobody"
+    assert "retry: 3000\n" in client.get(address).text
+    without_time(monkeypatch)
+    open_rollouts(store, range(1200))
+    assert "retry: 30000\n" in client.get(address).text
+
+
+def test_pages_are_read_in_threads_that_no_call_uses(
+    browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    read = rollouts.newest_key
+
+    def noted(connection: object) -> object:
+        names.append(threading.current_thread().name)
+        return read(connection)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(rollouts, "newest_key", noted)
+    browse().get("/ui/rollouts")
+    assert names
+    assert all(name.startswith("tracegrad-page") for name in names)

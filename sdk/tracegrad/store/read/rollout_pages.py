@@ -22,13 +22,15 @@ from tracegrad.store.types import RolloutSummary
 
 # Rollouts that the first look goes through; each further one through twice as many.
 _FIRST_LOOK = 500
+# So many rollouts of one task are read and put in order at once.
+_SMALL_TASK = 2_000
 # Seconds that a page looks for rollouts that pass its filter.
 SEARCH_S = 0.05
 
 
 class RolloutKey(NamedTuple):
     """Where a rollout stands in the list, the newest first. Without an id: behind all of that
-    moment."""
+    moment, whichever way the list is gone through."""
 
     opened_at: float
     rollout_id: str
@@ -46,6 +48,23 @@ class RolloutPage:
     searched_to: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The next that passes the filter. `rollout_id` None: there is none, or with `searched_to` the
+    search ended there for want of time."""
+
+    rollout_id: str | None
+    searched_to: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewerCount:
+    """`complete`: there was time to count them all, or as many as were asked for."""
+
+    count: int
+    complete: bool
+
+
 def page_of_rollouts(
     connection: Connection,
     wanted: RolloutFilter,
@@ -56,7 +75,8 @@ def page_of_rollouts(
     clock: Callable[[], float] = monotonic,
 ) -> RolloutPage:
     """Those behind `before`, the newest first, at most `limit`."""
-    ids, searched_to = _matching(connection, wanted, before, limit + 1, search_s, clock)
+    search = _Search(connection, wanted, search_s, clock)
+    ids, searched_to = search.run(before, limit + 1)
     rows = load_summaries(connection, ids[:limit])
     return RolloutPage(
         rows,
@@ -66,17 +86,19 @@ def page_of_rollouts(
     )
 
 
-def page_after(
-    connection: Connection, wanted: RolloutFilter, after: RolloutKey, *, limit: int
-) -> list[str]:
-    """The ids of those next newer than `after`, the oldest of them first."""
-    query = (
-        select(Rollouts.rollout_id)
-        .where(_newer(after), wanted.where())
-        .order_by(Rollouts.opened_at, Rollouts.rollout_id)
-        .limit(limit)
-    )
-    return list(connection.scalars(query))
+def next_rollout(
+    connection: Connection,
+    wanted: RolloutFilter,
+    beside: RolloutKey,
+    *,
+    newer: bool,
+    search_s: float = SEARCH_S,
+    clock: Callable[[], float] = monotonic,
+) -> Neighbour:
+    """The one that is next newer than `beside`, or next older."""
+    search = _Search(connection, wanted, search_s, clock, upwards=newer)
+    ids, searched_to = search.run(beside, 1)
+    return Neighbour(next(iter(ids), None), searched_to if not ids else None)
 
 
 def newest_key(connection: Connection) -> RolloutKey | None:
@@ -93,14 +115,19 @@ def rollout_key(connection: Connection, rollout_id: str) -> RolloutKey | None:
 
 
 def count_newer(
-    connection: Connection, wanted: RolloutFilter, after: RolloutKey | None, *, most: int
-) -> int:
+    connection: Connection,
+    wanted: RolloutFilter,
+    after: RolloutKey | None,
+    *,
+    most: int,
+    search_s: float = SEARCH_S,
+    clock: Callable[[], float] = monotonic,
+) -> NewerCount:
     """How many rollouts that pass the filter are newer; at most `most` are counted."""
-    newer = true() if after is None else _newer(after)
-    some = select(Rollouts.rollout_id).where(newer, wanted.where())
     # The newest first: of very many newer ones only so many are looked at.
-    some = some.order_by(*_newest_first()).limit(most)
-    return connection.scalar(select(func.count()).select_from(some.subquery())) or 0
+    search = _Search(connection, wanted, search_s, clock, stop=after)
+    ids, searched_to = search.run(None, most)
+    return NewerCount(len(ids), searched_to is None)
 
 
 def ids_beginning_with(connection: Connection, prefix: str, *, limit: int) -> list[str]:
@@ -109,70 +136,105 @@ def ids_beginning_with(connection: Connection, prefix: str, *, limit: int) -> li
     return list(connection.scalars(query.order_by(Rollouts.rollout_id).limit(limit)))
 
 
-def _matching(
-    connection: Connection,
-    wanted: RolloutFilter,
-    before: RolloutKey | None,
-    limit: int,
-    search_s: float,
-    clock: Callable[[], float],
-) -> tuple[list[str], float | None]:
-    """The ids of a page, and how far the search came where that was not to its end."""
-    if wanted.matches_all or wanted.task is not None:
-        # The first rows are the page's; a task's are found by an index.
-        return list(connection.scalars(_ids(wanted, before, limit))), None
-    if wanted.until is not None and (before is None or before.opened_at > wanted.until):
-        before = RolloutKey(wanted.until, "")
-    began, look, found = clock(), _FIRST_LOOK, list[str]()
-    while True:
-        started = clock()
-        bottom = _bottom(connection, before, look)
-        if bottom is None:
-            query = _ids(wanted, before, limit - len(found))
-            return found + list(connection.scalars(query)), None
-        query = _ids(wanted, before, limit - len(found)).where(Rollouts.opened_at >= bottom)
-        found += connection.scalars(query)
-        if len(found) >= limit:
-            return found, None
-        before = RolloutKey(bottom, "")
-        if wanted.since is not None and bottom <= wanted.since:
-            return found, None
-        # The next look takes some twice as long as this one.
-        now = clock()
-        if now - began + 2 * (now - started) > search_s:
-            return found, bottom
-        look *= 2
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """Looks for rollouts that pass a filter, from a key on and for `search_s` at most. `upwards`:
+    towards newer ones, the oldest first. `stop`: downwards, no further than to this one."""
 
+    connection: Connection
+    wanted: RolloutFilter
+    search_s: float
+    clock: Callable[[], float]
+    upwards: bool = False
+    stop: RolloutKey | None = None
 
-def _bottom(connection: Connection, before: RolloutKey | None, rollouts: int) -> float | None:
-    """When the last of so many rollouts was opened; None: there are not so many."""
-    some = select(Rollouts.opened_at).order_by(Rollouts.opened_at.desc()).limit(rollouts)
-    if before is not None and before.rollout_id:
-        some = some.where(Rollouts.opened_at <= before.opened_at)
-    elif before is not None:
-        some = some.where(Rollouts.opened_at < before.opened_at)
-    found = some.subquery()
-    query = select(func.count(), func.min(found.c.opened_at))
-    count, bottom = connection.execute(query).one()
-    return bottom if count == rollouts else None
+    def run(self, key: RolloutKey | None, limit: int) -> tuple[list[str], float | None]:
+        """At most `limit` ids, and how far the search came where that was not to its end."""
+        if self.wanted.matches_all or self._is_of_small_task():
+            return list(self.connection.scalars(self._ids(key, limit))), None
+        key = self._first_key(key)
+        began, look, found = self.clock(), _FIRST_LOOK, list[str]()
+        while True:
+            started = self.clock()
+            end = self._end_of_look(key, look)
+            query = self._ids(key, limit - len(found), by_moment=True)
+            if end is None:
+                return found + list(self.connection.scalars(query)), None
+            found += self.connection.scalars(query.where(self._up_to(end)))
+            if len(found) >= limit or self._is_beyond_filter(end):
+                return found, None
+            key = RolloutKey(end, "")
+            # The next look takes some twice as long as this one.
+            now = self.clock()
+            if now - began + 2 * (now - started) > self.search_s:
+                return found, end
+            look *= 2
 
+    def _is_of_small_task(self) -> bool:
+        """A task's rollouts are found by an index, which has them in no order."""
+        if self.wanted.task is None:
+            return False
+        some = select(Rollouts.rollout_id).where(RolloutFilter(task=self.wanted.task).where())
+        counted = select(func.count()).select_from(some.limit(_SMALL_TASK + 1).subquery())
+        return (self.connection.scalar(counted) or 0) <= _SMALL_TASK
 
-def _ids(wanted: RolloutFilter, before: RolloutKey | None, limit: int) -> Select[str]:
-    older = true() if before is None else _older(before)
-    query = select(Rollouts.rollout_id).where(older, wanted.where())
-    return query.order_by(*_newest_first()).limit(limit)
+    def _first_key(self, key: RolloutKey | None) -> RolloutKey | None:
+        """Past what the filter's times exclude."""
+        until = self.wanted.until
+        if self.upwards or until is None or (key is not None and key.opened_at <= until):
+            return key
+        return RolloutKey(until, "")
+
+    def _is_beyond_filter(self, moment: float) -> bool:
+        if self.upwards:
+            return self.wanted.until is not None and moment >= self.wanted.until
+        return self.wanted.since is not None and moment <= self.wanted.since
+
+    def _end_of_look(self, key: RolloutKey | None, rollouts: int) -> float | None:
+        """When the last of so many rollouts was opened; None: there are not so many."""
+        moment = Rollouts.opened_at
+        some = select(moment).where(self._beyond(key)).limit(rollouts)
+        found = some.order_by(moment if self.upwards else moment.desc()).subquery()
+        last = func.max if self.upwards else func.min
+        query = select(func.count(), last(found.c.opened_at))
+        count, end = self.connection.execute(query).one()
+        return end if count == rollouts else None
+
+    def _ids(self, key: RolloutKey | None, limit: int, *, by_moment: bool = False) -> Select[str]:
+        """`by_moment`: of a few moments, so that the index of tasks is of no use."""
+        passes = self.wanted.where(by_task_index=not by_moment)
+        query = select(Rollouts.rollout_id).where(self._beyond(key), passes)
+        order = _oldest_first() if self.upwards else _newest_first()
+        return query.order_by(*order).limit(limit)
+
+    def _beyond(self, key: RolloutKey | None) -> ColumnElement[bool]:
+        wanted = true() if self.stop is None else _newer(self.stop)
+        if key is None:
+            return wanted
+        return and_(wanted, _newer(key) if self.upwards else _older(key))
+
+    def _up_to(self, moment: float) -> ColumnElement[bool]:
+        return Rollouts.opened_at <= moment if self.upwards else Rollouts.opened_at >= moment
 
 
 def _newest_first() -> tuple[ColumnElement[float], ColumnElement[str]]:
     return Rollouts.opened_at.desc(), Rollouts.rollout_id.desc()
 
 
+def _oldest_first() -> tuple[ColumnElement[float], ColumnElement[str]]:
+    return Rollouts.opened_at.asc(), Rollouts.rollout_id.asc()
+
+
 def _older(key: RolloutKey) -> ColumnElement[bool]:
+    if not key.rollout_id:
+        return Rollouts.opened_at < key.opened_at
     # The first half alone would do for an index; databases do not see that it follows.
     tied = and_(Rollouts.opened_at == key.opened_at, Rollouts.rollout_id < key.rollout_id)
     return and_(Rollouts.opened_at <= key.opened_at, or_(Rollouts.opened_at < key.opened_at, tied))
 
 
 def _newer(key: RolloutKey) -> ColumnElement[bool]:
+    if not key.rollout_id:
+        return Rollouts.opened_at > key.opened_at
     tied = and_(Rollouts.opened_at == key.opened_at, Rollouts.rollout_id > key.rollout_id)
     return and_(Rollouts.opened_at >= key.opened_at, or_(Rollouts.opened_at > key.opened_at, tied))

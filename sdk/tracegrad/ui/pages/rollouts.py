@@ -12,12 +12,13 @@ from tracegrad.inspect.filter_text import read_tags, read_time
 from tracegrad.store import RolloutFilter, Store
 from tracegrad.store.filters import OUTCOMES, STATES
 from tracegrad.store.read.rollout_pages import (
+    NewerCount,
     RolloutKey,
     RolloutPage,
     count_newer,
     ids_beginning_with,
     newest_key,
-    page_after,
+    next_rollout,
     page_of_rollouts,
     rollout_key,
 )
@@ -162,23 +163,26 @@ def _live(query: ListQuery, newest: RolloutKey | None) -> str:
     return link(f"{PATH}/events", query.pairs, after=after)
 
 
-def count_new(store: Store, query: ListQuery, after: str | None) -> int:
+def count_new(store: Store, query: ListQuery, after: str | None) -> NewerCount:
     """Rollouts that came since the page was made, MOST_NEW at most. WrongLink: no key."""
     key = read_key(after) if after else None
     with store.reading() as connection:
         return count_newer(connection, query.wanted, key, most=MOST_NEW)
 
 
-def neighbour(store: Store, rollout_id: str, query: ListQuery, *, newer: bool) -> str | None:
-    """The rollout above or below one in the list; None: there is none."""
+def neighbour_path(store: Store, rollout_id: str, query: ListQuery, *, newer: bool) -> str:
+    """Where the rollout above or below one in the list is shown; the list where there is none, or
+    where there was no time to find it: then it goes on from there."""
     with store.reading() as connection:
         key = rollout_key(connection, rollout_id)
         if key is None:
-            return None
-        if newer:
-            return next(iter(page_after(connection, query.wanted, key, limit=1)), None)
-        page = page_of_rollouts(connection, query.wanted, before=key, limit=1)
-        return page.rows[0].rollout_id if page.rows else None
+            return link(PATH, query.pairs)
+        found = next_rollout(connection, query.wanted, key, newer=newer)
+    if found.rollout_id is not None:
+        return link(path_of(found.rollout_id), query.pairs)
+    if found.searched_to is None:
+        return link(PATH, query.pairs)
+    return link(PATH, query.pairs, before=write_key(RolloutKey(found.searched_to, "")))
 
 
 def search(store: Store, text: str) -> list[str]:

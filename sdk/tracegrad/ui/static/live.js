@@ -7,6 +7,11 @@ if (news && news.dataset.live) {
     source = new EventSource(news.dataset.live);
     source.addEventListener("new", (message) => {
       const count = Number(message.data);
+      if (count >= 100) {
+        // More are not counted: there is nothing further to ask for.
+        source.close();
+        document.removeEventListener("visibilitychange", follow);
+      }
       news.hidden = !(count > 0);
       news.textContent = count > 0 ? `${count >= 100 ? "100+" : count} new` : "";
       document.title = document.title.replace(/^\(\d+\+?\) /, "");
