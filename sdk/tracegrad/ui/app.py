@@ -32,7 +32,6 @@ from tracegrad.ui.paging import WrongLink
 from tracegrad.ui.security import (
     BASE,
     LOGIN,
-    SESSION_COOKIE,
     SESSION_S,
     FormTokens,
     PageHeaders,
@@ -163,7 +162,7 @@ class Pages:
             "navigation": NAVIGATION,
             "here": request.url.path,
             "csrf": self._tokens.of(request),
-            "logged_in": self._sessions.is_valid(request.cookies.get(SESSION_COOKIE)),
+            "logged_in": self._sessions.is_valid(request.cookies.get(self._sessions.cookie)),
         }
 
     async def _problem(self, request: Request, message: str, status: int) -> Response:
@@ -189,7 +188,7 @@ class Pages:
             return await self.page(request, "login.html", 401, onward=onward, wrong=True)
         response = RedirectResponse(onward, 303)
         response.set_cookie(
-            SESSION_COOKIE,
+            self._sessions.cookie,
             self._sessions.start(),
             max_age=int(SESSION_S),
             path=BASE,
@@ -201,7 +200,7 @@ class Pages:
 
     async def _log_out(self, _: Request, __: dict[str, str]) -> Response:
         response = RedirectResponse(LOGIN, 303)
-        response.delete_cookie(SESSION_COOKIE, path=BASE, httponly=True, samesite="strict")
+        response.delete_cookie(self._sessions.cookie, path=BASE, httponly=True, samesite="strict")
         return response
 
     async def _session(self, _: Request) -> Response:

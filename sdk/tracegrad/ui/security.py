@@ -15,11 +15,10 @@ import hmac
 import secrets
 import time
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qsl, quote
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,7 +30,7 @@ STATIC = f"{BASE}/static/"
 
 READING = frozenset({"GET", "HEAD"})
 
-SESSION_COOKIE = "tracegrad_session"
+_SESSION_COOKIE = "tracegrad_session"
 SESSION_S = 12 * 3600.0
 # Where there is no session: the token of forms, given to this browser.
 FORM_COOKIE = "tracegrad_form"
@@ -65,6 +64,10 @@ class Sessions:
 
     def __init__(self, admin_key: str | None) -> None:
         self._key = admin_key
+        # Browsers send a host's cookies to all of its ports, where other proxies may listen.
+        self.cookie = _SESSION_COOKIE
+        if admin_key is not None:
+            self.cookie += f"_{self._sign('cookie', '')[:8]}"
 
     @property
     def asks_for_key(self) -> bool:
@@ -86,6 +89,11 @@ class Sessions:
             return False
         return float(text.partition(".")[0]) > time.time()
 
+    def is_open_to(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether a request brings a session of these."""
+        sent = (value.decode("latin-1") for name, value in headers if name == b"cookie")
+        return any(self.is_valid(cookie_parser(text).get(self.cookie)) for text in sent)
+
     def form_token(self, cookie: str) -> str:
         """What a form of this session has to bring."""
         return self._sign("form", cookie)
@@ -93,19 +101,6 @@ class Sessions:
     def _sign(self, purpose: str, text: str) -> str:
         assert self._key is not None
         return sign_text(self._key, f"ui {purpose}", text)
-
-
-def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """The session cookie that a request brings, unproven."""
-    for name, value in headers:
-        if name == b"cookie":
-            try:
-                found = SimpleCookie(value.decode("latin-1")).get(SESSION_COOKIE)
-            except CookieError:
-                continue
-            if found is not None:
-                return found.value
-    return None
 
 
 def is_page(path: str) -> bool:
@@ -152,7 +147,7 @@ class FormTokens:
 
     def of(self, request: Request) -> str:
         """For the forms of the page that answers this request."""
-        cookie = request.cookies.get(SESSION_COOKIE)
+        cookie = request.cookies.get(self._sessions.cookie)
         if self._sessions.is_valid(cookie) and cookie is not None:
             return self._sessions.form_token(cookie)
         if not hasattr(request.state, "form_token"):
@@ -188,7 +183,7 @@ class FormTokens:
         return fields
 
     def _is_token(self, request: Request, given: str) -> bool:
-        cookie = request.cookies.get(SESSION_COOKIE)
+        cookie = request.cookies.get(self._sessions.cookie)
         if self._sessions.is_valid(cookie) and cookie is not None:
             right: str | None = self._sessions.form_token(cookie)
         else:

@@ -46,7 +46,7 @@ def test_a_key_gives_a_session_that_does_not_hold_it(browse: Browse) -> None:
     for part in ("HttpOnly", "SameSite=strict", "Path=/ui", "Max-Age="):
         assert part in cookie
     assert "Secure" not in cookie
-    assert Sessions(KEY).is_valid(client.cookies[security.SESSION_COOKIE])
+    assert Sessions(KEY).is_valid(client.cookies[Sessions(KEY).cookie])
 
 
 def test_a_session_is_sent_over_https_alone_where_it_was_given_so(browse: Browse) -> None:
@@ -64,7 +64,7 @@ def test_a_wrong_key_gives_none(browse: Browse) -> None:
     answer = client.post("/ui/login", data=fields)
     assert answer.status_code == 401
     assert "not this proxy's admin key" in answer.text.replace("&#39;", "'")
-    assert security.SESSION_COOKIE not in client.cookies
+    assert Sessions(KEY).cookie not in client.cookies
 
 
 def test_sessions_end_and_cannot_be_made_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_logging_out_takes_the_session_away(browse: Browse) -> None:
     assert "Log out" in page
     answer = client.post("/ui/logout", data={"csrf": token_in(page)}, follow_redirects=False)
     assert answer.headers["location"] == "/ui/login"
-    assert security.SESSION_COOKIE not in client.cookies
+    assert Sessions(KEY).cookie not in client.cookies
 
 
 @pytest.mark.parametrize(

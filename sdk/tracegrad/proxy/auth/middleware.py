@@ -57,7 +57,6 @@ from tracegrad.ui.security import (
     is_page,
     login_location,
     needs_no_key,
-    session_of,
 )
 
 # To be read, without any key.
@@ -297,7 +296,7 @@ class AuthMiddleware:
     def _visitor(self, scope: Scope) -> Caller | None:
         """Who looks at the page in a browser; None: they need a key, or none is asked for."""
         sessions = self._access.sessions
-        if sessions.is_valid(session_of(scope["headers"])):
+        if sessions.is_open_to(scope["headers"]):
             return Caller(admin=True)
         if sessions.asks_for_key and needs_no_key(scope["method"], scope["path"]):
             return Caller(scopes=frozenset(), source="nobody")

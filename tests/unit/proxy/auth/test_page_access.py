@@ -10,7 +10,7 @@ from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.request_body import MemoryBudget
 from tracegrad.store import GroupCommitWriter, Store
-from tracegrad.ui.security import MOST_FORM_BYTES, SESSION_COOKIE, Sessions
+from tracegrad.ui.security import MOST_FORM_BYTES, Sessions
 
 pytestmark = pytest.mark.databases("sqlite")
 
@@ -60,13 +60,13 @@ def test_without_a_session_a_person_is_led_to_the_form_and_a_program_is_told(
 
 def test_a_session_opens_the_page_and_nothing_else(store: Store) -> None:
     client = browser(store, KEY)
-    client.cookies.set(SESSION_COOKIE, Sessions(KEY).start())
+    client.cookies.set(Sessions(KEY).cookie, Sessions(KEY).start())
     assert client.get("/ui/rollouts").status_code == 200
     assert client.get("/ui/session").status_code == 204
     for path in ("/api/push", "/metrics", "/openapi.json", "/api/feedback", "/v1/models"):
         assert client.get(path, headers={"accept": "*/*"}).status_code == 401, path
     client.cookies.clear()
-    client.cookies.set(SESSION_COOKIE, Sessions("another key").start())
+    client.cookies.set(Sessions(KEY).cookie, Sessions("another key").start())
     assert client.get("/ui/rollouts").status_code == 303
 
 
@@ -117,3 +117,20 @@ def test_a_large_body_is_refused_before_it_takes_memory(
     in_chunks = client.request(method, path, content=iter([b"a" * 1000, b"a" * MOST_FORM_BYTES]))
     assert in_chunks.status_code == 413
     assert sum(taken) <= MOST_FORM_BYTES
+
+
+def test_a_session_is_found_among_odd_cookies(store: Store) -> None:
+    client = browser(store, KEY)
+    mine = f"{Sessions(KEY).cookie}={Sessions(KEY).start()}"
+    for sent in (f'prefs={{"a":1}}; {mine}', f"a b=c; {mine}; ;=", f"{mine}; x=@,["):
+        answer = client.get("/ui/rollouts", headers={"cookie": sent})
+        assert answer.status_code == 200, sent
+
+
+def test_two_proxies_of_one_host_do_not_log_each_other_out(store: Store) -> None:
+    client = browser(store, KEY)
+    other = Sessions("the key of a proxy on another port")
+    client.cookies.set(Sessions(KEY).cookie, Sessions(KEY).start())
+    client.cookies.set(other.cookie, other.start())
+    assert client.get("/ui/rollouts").status_code == 200
+    assert KEY not in Sessions(KEY).cookie
