@@ -71,7 +71,7 @@ from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.write.parent_cache import MAX_TURNS
-from tracegrad.ui.app import make_ui
+from tracegrad.ui.app import make_ui, ui_routes
 from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import BASE as PAGE_PATH
 from tracegrad.urls import masked
@@ -212,10 +212,8 @@ def create_app(
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
     app.router.routes.append(Route("/", _home, include_in_schema=False))
-    app.mount(
-        PAGE_PATH,
-        make_ui(store, sessions=access.sessions, find_tokens=partial(_read_tokens, text)),
-    )
+    page = make_ui(store, sessions=access.sessions, find_tokens=partial(_read_tokens, text))
+    app.router.routes += ui_routes(page)
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
     if others is not None:

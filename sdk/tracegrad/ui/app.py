@@ -77,6 +77,16 @@ def make_ui(
     )
 
 
+def ui_routes(page: Starlette) -> list[BaseRoute]:
+    """The page at /ui. A mount alone does not match its own path: Starlette would send a browser on
+    to the address as it knows it, which behind a proxy that ends TLS is http."""
+
+    async def home(_: Request) -> Response:
+        return RedirectResponse(rollouts.PATH, 303)
+
+    return [Route(BASE, home, include_in_schema=False), Mount(BASE, page)]
+
+
 class Pages:
     """The routes. Reads run in threads, as does the making of the page out of them."""
 

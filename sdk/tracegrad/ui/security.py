@@ -15,7 +15,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Iterable
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, unquote
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request, cookie_parser
@@ -127,7 +127,7 @@ def login_location(scope: Scope) -> str | None:
 
 def local_path(given: str) -> str:
     """Where a form may lead on to: a page of ours and nowhere else."""
-    path = given.partition("?")[0]
+    path = unquote(given.partition("?")[0])  # to a browser, %2e%2e is ".."
     is_ours = is_page(path) and not {"\\", ".."} & {*path, *path.split("/")}
     is_ours = is_ours and given.isprintable()
     return given if is_ours else BASE

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 from tracegrad.store import Store
-from tracegrad.ui.app import make_ui
+from tracegrad.ui.app import make_ui, ui_routes
 from tracegrad.ui.security import Sessions
 
 
@@ -37,7 +36,7 @@ def browse(store: Store) -> Callable[..., TestClient]:
 
     def made(admin_key: str | None = None) -> TestClient:
         page = make_ui(store, sessions=Sessions(admin_key))
-        app = Starlette(routes=[Mount("/ui", page)])
+        app = Starlette(routes=ui_routes(page))
         return TestClient(app, base_url="http://127.0.0.1:4141", headers={"accept": "text/html"})
 
     return made

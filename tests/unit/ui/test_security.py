@@ -123,6 +123,9 @@ def test_logging_out_takes_the_session_away(browse: Browse) -> None:
         "/ui\\..\\x",
         "javascript:x",
         "/uix",
+        "/ui/%2e%2e/v1/models",
+        "/ui/.%2E/v1/models",
+        "/ui/%5c..",
     ],
 )
 def test_a_form_leads_on_to_pages_of_ours_alone(given: str) -> None:

@@ -134,3 +134,10 @@ def test_two_proxies_of_one_host_do_not_log_each_other_out(store: Store) -> None
     client.cookies.set(other.cookie, other.start())
     assert client.get("/ui/rollouts").status_code == 200
     assert KEY not in Sessions(KEY).cookie
+
+
+def test_the_page_without_its_slash_is_found_and_keeps_the_scheme(store: Store) -> None:
+    client = browser(store, None)
+    answer = client.get("/ui")
+    assert answer.status_code == 303
+    assert answer.headers["location"] == "/ui/rollouts"
