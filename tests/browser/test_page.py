@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
-from starlette.routing import Mount
 
 from support.cli.sample_rollouts import (
     a_failure,
@@ -26,7 +25,7 @@ from support.ui.chromium import Tab, chromium
 from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
 from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
-from tracegrad.ui.app import make_ui
+from tracegrad.ui.app import make_ui, ui_routes
 from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import Sessions
 from tracegrad.ui.single_file import rollout_html
@@ -65,7 +64,7 @@ def url(store: Store) -> Iterator[str]:
         return lambda ids: payload_pieces(list(ids))
 
     page = make_ui(store, sessions=Sessions(None), find_tokens=find_tokens)
-    with serving(Starlette(routes=[Mount("/ui", page)])) as address:
+    with serving(Starlette(routes=ui_routes(page))) as address:
         yield address
 
 
@@ -162,9 +161,32 @@ async def test_rollouts_are_read_by_keys_and_new_ones_are_announced(store: Store
         await tab.press("ArrowRight")
         said = await tab.run("document.querySelector('[data-value]').textContent")
         assert "log-probability" in said
+        # Read aloud as it changes.
+        assert await tab.run("document.querySelector('[data-value]').ariaLive") == "polite"
         await tab.screenshot(SCREENSHOTS / "turn-tokens-wide-light.png")
         await tab.press("p")
         await asyncio.wait_for(tab.loaded(), 60)
         assert await tab.run("location.pathname") != f"/ui/rollouts/{CODING}"
         await tab.press("?")
         assert await tab.run("document.getElementById('help').open") is True
+
+
+async def test_keys_are_turned_off_and_stay_off(url: str) -> None:
+    current = "document.querySelectorAll('tr.current').length"
+    switch = "document.querySelector('[data-keys-switch]').click()"
+    async with chromium() as tab:
+        await tab.open(f"{url}/ui/rollouts")
+        await tab.press("?")
+        await tab.run(f"{switch}; document.getElementById('help').close()")
+        await tab.open(f"{url}/ui/rollouts")
+        for key in ("j", "?", "n", "/"):
+            await tab.press(key)
+        assert await tab.run(current) == 0
+        assert await tab.run("document.getElementById('help').open") is False
+        assert await tab.run("document.activeElement === document.body")
+        # The button opens the switch without a key.
+        await tab.run(f"document.querySelector('[data-help]').click(); {switch}")
+        await tab.run("document.getElementById('help').close()")
+        await tab.until("document.activeElement === document.body")
+        await tab.press("j")
+        assert await tab.run(current) == 1

@@ -2,6 +2,24 @@
 const items = () => [...document.querySelectorAll("[data-rows] tbody tr, [data-turn]")];
 let at = -1;
 
+// WCAG 2.1.4: who speaks to the computer, or touches keys by accident, turns them off. A browser
+// that lets a page store nothing has them on.
+const REMEMBERED = "tracegrad-keys";
+let on = true;
+try {
+  on = localStorage.getItem(REMEMBERED) !== "off";
+} catch {}
+
+function wireSwitch(box) {
+  box.checked = on;
+  box.addEventListener("change", () => {
+    on = box.checked;
+    try {
+      localStorage.setItem(REMEMBERED, on ? "on" : "off");
+    } catch {}
+  });
+}
+
 function go(step) {
   const all = items();
   if (!all.length) return;
@@ -25,6 +43,7 @@ function pressed(event) {
     if (event.key === "Escape") event.target.blur();
     return;
   }
+  if (!on) return;
   if (event.key === "j") go(1);
   else if (event.key === "k") go(-1);
   else if (event.key === "?") help();
@@ -38,4 +57,9 @@ function pressed(event) {
   event.preventDefault();
 }
 
+document.querySelectorAll("[data-keys-switch]").forEach(wireSwitch);
+document.querySelectorAll("[data-help]").forEach((button) => {
+  button.hidden = false;
+  button.addEventListener("click", help);
+});
 document.addEventListener("keydown", pressed);
