@@ -24,7 +24,9 @@ from support.proxy.servers import serving
 from support.ui.chromium import Tab, chromium
 from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
 from tracegrad.events import RolloutStarted
-from tracegrad.store import Store
+from tracegrad.proxy import create_app
+from tracegrad.proxy.config import ProxySettings
+from tracegrad.store import GroupCommitWriter, Store
 from tracegrad.ui.app import make_ui, ui_routes
 from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import Sessions
@@ -32,6 +34,7 @@ from tracegrad.ui.single_file import rollout_html
 
 pytestmark = pytest.mark.timeout(1800)  # the first run installs Chromium
 
+KEY = "the-admin-key-of-this-test-0123456789"
 ROOT = Path(__file__).resolve().parents[2]
 SCREENSHOTS = ROOT / ".cache" / "screenshots"
 CODING = "0193c0de0001" + "0" * 20
@@ -190,3 +193,31 @@ async def test_keys_are_turned_off_and_stay_off(url: str) -> None:
         await tab.until("document.activeElement === document.body")
         await tab.press("j")
         assert await tab.run(current) == 1
+
+
+async def test_a_person_logs_in_with_the_key_and_out(store: Store, axe: str) -> None:
+    """Through the whole proxy, as `tracegrad proxy` serves it."""
+    settings = ProxySettings(admin_key=KEY)  # type: ignore[arg-type]
+    app = create_app(settings, store=store, writer=GroupCommitWriter(store))
+    with serving(app) as url:
+        async with chromium() as tab:
+            await tab.look_like(width=1200, height=800, dark=False)
+            await tab.open(f"{url}/ui/rollouts?agent=codex")
+            await tab.arrive_at("/ui/login")
+            assert not await violations(tab, axe)
+            await tab.screenshot(SCREENSHOTS / "login-wide-light.png")
+            await tab.run(f"document.getElementById('key').value = '{KEY}'")
+            await tab.run("document.querySelector('form[data-onward] button').click()")
+            await tab.arrive_at("/ui/rollouts")
+            assert await tab.run("location.search") == "?agent=codex"
+            assert await tab.run("document.querySelectorAll('tbody tr').length") > 1
+            assert "session" not in await tab.run("document.cookie")
+            # A link from elsewhere lands on the form although there is a session: login.js goes on.
+            await tab.open(f"{url}/ui/login?next=%2Fui%2Frollouts%3Fsince%3Dsoon")
+            await tab.arrive_at("/ui/rollouts")
+            assert "since" in await tab.run("document.querySelector('[role=alert]').textContent")
+            assert not await violations(tab, axe)
+            await tab.run("document.querySelector('form.logout button').click()")
+            await tab.arrive_at("/ui/login")
+            await tab.open(f"{url}/ui/rollouts")
+            await tab.arrive_at("/ui/login")

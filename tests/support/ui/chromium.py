@@ -102,6 +102,18 @@ class Tab:
             while not await self.run(f"Boolean({script})"):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
+    async def arrive_at(self, path: str) -> None:
+        """Until the page of this path is loaded, over however many redirects."""
+        async with asyncio.timeout(ANSWER_S):
+            while True:
+                with suppress(BrowserError):  # a page that is left answers nothing
+                    if (
+                        await self.run("document.readyState === 'complete' && location.pathname")
+                        == path
+                    ):
+                        return
+                await asyncio.sleep(0.05)
+
     async def press(self, key: str) -> None:
         named = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
         more = {"text": named} if named else {}

@@ -18,7 +18,7 @@ from support.store.ledger_fixtures import fill, lease
 from tracegrad.events import Json, Reward, Turn, logprob_array, token_id_array
 from tracegrad.inspect.rollout_time import STAGES
 from tracegrad.store import Ledger, Store
-from tracegrad.store.read.rollout_outline import rollout_outline, turn_tokens, with_texts
+from tracegrad.store.read.rollout_outline import turn_tokens
 from tracegrad.store.types import COMPOSED_SOURCE
 from tracegrad.ui.environment import STATIC_FOLDER
 from tracegrad.ui.pages import rollout as rollout_page
@@ -178,26 +178,6 @@ def test_tokens_have_their_probability_version_and_disposition(
     assert part.lstrip().startswith('<div class="tokens by-version"')
     wrong = client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?by=luck")
     assert wrong.status_code == 400
-
-
-def test_outlines_have_the_texts_and_tokens_of_the_whole(store: Store) -> None:
-    store.append([*coding_agent(), *samples_of_one_prompt()])
-    for rollout in (CODING, "0193c0de0002" + "0" * 20):
-        whole = store.rollout_turns(rollout)
-        with store.reading() as connection:
-            outline = rollout_outline(connection, rollout)
-            some = with_texts(connection, outline, {len(whole) - 1, 1})
-            for number, turn in enumerate(whole):
-                size = outline.sizes[number]
-                assert size.prompt == len(turn.prompt_token_ids)
-                assert size.versions == turn.policy_versions
-                tokens = turn_tokens(connection, turn.turn_id)
-                assert tokens is not None
-                assert tokens.sampled == turn.completion_token_ids
-                assert tokens.logprobs == turn.completion_logprobs
-        assert {number: turn.request for number, turn in some.items()} == {
-            number: whole[number].request for number in (1, len(whole) - 1)
-        }
 
 
 def test_a_long_rollout_opens_by_a_window_of_its_turns(store: Store, browse: Browse) -> None:

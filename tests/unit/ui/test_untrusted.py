@@ -30,10 +30,22 @@ class Elements(HTMLParser):
             link = (value or "").strip().lower()
             if name.startswith("on") or name == "style":
                 self.foreign.append(f"{tag} {name}")
-            if name in ("href", "src", "action") and not link.startswith(("/", "#", "?")):
+            if name in ("href", "src", "action") and not _leads_to_us(link):
                 self.foreign.append(f"{tag} {name}={value}")
         if tag == "script" and dict(attrs).get("type") != "module":
             self.foreign.append("script")
+
+
+def _leads_to_us(link: str) -> bool:
+    # Browsers read a backslash as a slash, and two of them as the beginning of a host.
+    return link.startswith(("/", "#", "?")) and not link.replace("\\", "/").startswith("//")
+
+
+@pytest.mark.parametrize("link", ["//evil.example", "/\\evil.example", "https://evil.example", "x"])
+def test_a_link_to_elsewhere_is_seen(link: str) -> None:
+    found = Elements()
+    found.feed(f'<a href="{link}">x</a><a href="/ui/rollouts">y</a><a href="?by=x">z</a>')
+    assert found.foreign == [f"a href={link}"]
 
 
 @pytest.mark.parametrize(
