@@ -35,12 +35,6 @@ def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, Dispositio
     return f"{how}: {one_line(missing.reason)}", "untrained"
 
 
-def rewards_of_turn(index: int, detail: RolloutDetail) -> list[Reward]:
-    """Given for this turn, in order of arrival."""
-    known = agent_turn_indices(detail.turns)
-    return [r for r in detail.rewards if turn_of_reward(r, known) == index]
-
-
 def late_by(detail: RolloutDetail) -> str:
     """When a late reward came, in words."""
     row = detail.summary
@@ -109,8 +103,3 @@ class RewardStandings:
         behind = each.turn is not None and each.turn < 0
         turn = each.turn + len(self._known) if behind and each.turn is not None else each.turn
         return each.name, turn, each.source == COMPOSED_SOURCE
-
-
-def is_latest_reward(reward: Reward, detail: RolloutDetail, *, in_time: bool = False) -> bool:
-    """`RewardStandings.is_latest`, of one alone."""
-    return RewardStandings(detail).is_latest(reward, in_time=in_time)

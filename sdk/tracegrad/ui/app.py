@@ -81,10 +81,11 @@ def ui_routes(page: Starlette) -> list[BaseRoute]:
     """The page at /ui. A mount alone does not match its own path: Starlette would send a browser on
     to the address as it knows it, which behind a proxy that ends TLS is http."""
 
-    async def home(_: Request) -> Response:
-        return RedirectResponse(rollouts.PATH, 303)
+    return [Route(BASE, _home, include_in_schema=False), Mount(BASE, page)]
 
-    return [Route(BASE, home, include_in_schema=False), Mount(BASE, page)]
+
+async def _home(_: Request) -> Response:
+    return RedirectResponse(rollouts.PATH, 303)
 
 
 class Pages:
@@ -111,7 +112,7 @@ class Pages:
             return Route(path, self._guarded(checked), methods=["POST"])
 
         return [
-            get("/", self._home),
+            get("/", _home),
             get("/login", self._login_form),
             post("/login", self._log_in),
             post("/logout", self._log_out),
@@ -180,9 +181,6 @@ class Pages:
 
     async def _missing(self, request: Request) -> Response:
         return await self._problem(request, f"there is no page {request.url.path}", 404)
-
-    async def _home(self, _: Request) -> Response:
-        return RedirectResponse(rollouts.PATH, 303)
 
     # Access
 

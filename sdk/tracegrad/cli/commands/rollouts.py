@@ -38,6 +38,7 @@ from tracegrad.cli.store_option import (
 from tracegrad.inspect.display_text import one_line
 from tracegrad.inspect.pass_rates import pass_rates, useful_ks
 from tracegrad.inspect.rollout_time import time_of
+from tracegrad.inspect.turn_standing import RewardStandings
 from tracegrad.store import ALL, RolloutDetail, RolloutFilter, Store
 from tracegrad.store.read.attempts import Attempt, iterate_attempts
 from tracegrad.store.read.reason_counts import count_reasons
@@ -149,7 +150,7 @@ def show_command(
         return
     index = _turn_of(detail, turn)
     if as_json:
-        print_json(indexed_turn_json(index, detail, tokens=tokens))
+        print_json(indexed_turn_json(index, detail, RewardStandings(detail), tokens=tokens))
     else:
         screen.print(render_one_turn(detail, index, screen.width, tokens=tokens))
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tracegrad.events import Reward
-from tracegrad.inspect.turn_standing import rewards_of_turn
+from tracegrad.inspect.turn_standing import RewardStandings
 from tracegrad.store import RolloutDetail, RolloutSummary
 from tracegrad.store.read.task_titles import input_text
 
@@ -18,18 +18,22 @@ def summary_json(row: RolloutSummary, asked: str | None) -> dict[str, Any]:
 
 def detail_json(detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
     """Token ids and log-probabilities only with `tokens`: they are most of the bytes."""
+    standings = RewardStandings(detail)
     return {
         **summary_json(detail.summary, input_text(detail.task)),
         "task": detail.task,
         "rewards": [_reward_json(reward, detail) for reward in detail.rewards],
         "turns": [
-            indexed_turn_json(index, detail, tokens=tokens) for index in range(len(detail.turns))
+            indexed_turn_json(index, detail, standings, tokens=tokens)
+            for index in range(len(detail.turns))
         ],
         "spans": [asdict(span) for span in detail.spans],
     }
 
 
-def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dict[str, Any]:
+def indexed_turn_json(
+    index: int, detail: RolloutDetail, standings: RewardStandings, *, tokens: bool
+) -> dict[str, Any]:
     """A turn with its index in its rollout and the rewards that were given for it."""
     turn = detail.turns[index]
     disposition = detail.dispositions.get(turn.turn_id)
@@ -49,7 +53,7 @@ def indexed_turn_json(index: int, detail: RolloutDetail, *, tokens: bool) -> dic
     if tokens:
         found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}
     return found | {
-        "rewards": [_reward_json(reward, detail) for reward in rewards_of_turn(index, detail)]
+        "rewards": [_reward_json(reward, detail) for reward in standings.of_turn(index)]
     }
 
 

@@ -27,10 +27,10 @@ from tracegrad.inspect.reasons import (
 )
 from tracegrad.inspect.transcript import Transcript
 from tracegrad.inspect.tree_layout import children_of
+from tracegrad.inspect.turn_standing import RewardStandings
 from tracegrad.jsonutil import text_or_json
 from tracegrad.store import RolloutDetail
 from tracegrad.store.read.task_titles import input_text
-from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
 from tracegrad.text_format import format_count, format_duration, format_time
 
 _COLUMN = 10
@@ -39,9 +39,11 @@ _COLUMN = 10
 def render_rollout(
     detail: RolloutDetail, width: int | None, *, tokens: bool, full: bool
 ) -> Iterator[Text]:
+    standings = RewardStandings(detail)
     how = TurnView(
         detail,
         Transcript(detail.turns),
+        standings,
         width,
         full=full,
         tokens=tokens,
@@ -61,12 +63,11 @@ def render_one_turn(
     detail: RolloutDetail, index: int, width: int | None, *, tokens: bool
 ) -> Iterator[Text]:
     """One turn, whole."""
-    transcript = Transcript(detail.turns)
+    standings = RewardStandings(detail)
+    how = TurnView(detail, Transcript(detail.turns), standings, width, full=True, tokens=tokens)
     yield rollout_title(detail, width)
     yield Text()
-    yield from render_full_turn(
-        index, TurnView(detail, transcript, width, full=True, tokens=tokens)
-    )
+    yield from render_full_turn(index, how)
 
 
 def rollout_title(detail: RolloutDetail, width: int | None) -> Text:
@@ -124,17 +125,14 @@ def _outcome(detail: RolloutDetail) -> Text:
 
 def _rewards(detail: RolloutDetail) -> Iterator[tuple[str, Text]]:
     """Those of the whole rollout; a turn's stand with the turn."""
-    known = agent_turn_indices(detail.turns)
-    beside = 0
-    for reward in detail.rewards:
-        if turn_of_reward(reward, known) is not None:
-            beside += 1
-            continue
-        text = reward_text(reward, detail)
+    standings = RewardStandings(detail)
+    whole = standings.of_turn(None)
+    for reward in whole:
+        text = reward_text(reward, detail, standings)
         if reward.turn is not None:
             text.append(f"  for turn {reward.turn}, which is not there", style="not strike red")
         yield "reward", text
-    if beside:
+    if beside := len(detail.rewards) - len(whole):
         yield "", Text(f"{format_count(beside, 'reward')} for turns, with them below", style="dim")
 
 

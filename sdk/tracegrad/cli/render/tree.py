@@ -25,7 +25,7 @@ from tracegrad.inspect.tree_layout import (
     shorten_guide,
     turn_chains,
 )
-from tracegrad.inspect.turn_standing import is_latest_reward, rewards_of_turn
+from tracegrad.inspect.turn_standing import RewardStandings
 from tracegrad.store import RolloutDetail
 from tracegrad.text_format import format_count
 
@@ -65,7 +65,7 @@ def render_tree(detail: RolloutDetail, width: int | None) -> Iterator[Text]:
 
 def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     """Nested at forks only: a chain of turns is one list."""
-    transcript = Transcript(detail.turns)
+    transcript, standings = Transcript(detail.turns), RewardStandings(detail)
     roots = turn_chains(detail.turns)
     made: dict[int, dict[str, Any]] = {}
     every = list(roots)
@@ -73,7 +73,7 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
         every += branch.branches
     for branch in reversed(every):
         made[id(branch)] = {
-            "turns": [_turn_object(index, detail, transcript) for index in branch.turns],
+            "turns": [_turn_object(index, detail, transcript, standings) for index in branch.turns],
             "fork_reason": detail.turns[branch.turns[0]].fork_reason,
             "instead_of": expected_parent(branch.turns[0], transcript) if branch in roots else None,
             "branches": [made[id(child)] for child in branch.branches],
@@ -87,7 +87,9 @@ def tree_json(detail: RolloutDetail) -> dict[str, Any]:
     }
 
 
-def _turn_object(index: int, detail: RolloutDetail, transcript: Transcript) -> dict[str, Any]:
+def _turn_object(
+    index: int, detail: RolloutDetail, transcript: Transcript, standings: RewardStandings
+) -> dict[str, Any]:
     turn = detail.turns[index]
     disposition = detail.dispositions.get(turn.turn_id)
     missing = untrained_reason(turn, detail)
@@ -101,8 +103,8 @@ def _turn_object(index: int, detail: RolloutDetail, transcript: Transcript) -> d
         "policy_versions": turn.policy_versions,
         "rewards": {
             reward.name: reward.value
-            for reward in rewards_of_turn(index, detail)
-            if is_latest_reward(reward, detail)
+            for reward in standings.of_turn(index)
+            if standings.is_latest(reward)
         },
         "parent_span_id": turn.parent_span_id,
         "trained_step": disposition.step if disposition else None,
@@ -126,6 +128,7 @@ def _rows(roots: Sequence[TurnChain], transcript: Transcript) -> list[_Row]:
 def _columns(
     rows: Sequence[_Row], detail: RolloutDetail, transcript: Transcript
 ) -> list[TableColumn[_Row]]:
+    standings = RewardStandings(detail)
     columns: list[TableColumn[_Row]] = [
         TableColumn("turn", _index),
         TableColumn("new", _new, "right"),
@@ -133,7 +136,7 @@ def _columns(
             "sampled", lambda row: Text(f"{len(row.turn.completion_token_ids):,}"), "right"
         ),
         TableColumn("ended", _ended, min_width=10, drop_order=2),
-        TableColumn("reward", lambda row: _reward(row, detail), min_width=12),
+        TableColumn("reward", lambda row: _reward(row, standings), min_width=12),
         TableColumn("version", _version, "right", drop_order=3),
         TableColumn("training", lambda row: _training(row, detail), min_width=14),
         TableColumn(
@@ -144,7 +147,7 @@ def _columns(
             drop_order=4,
         ),
     ]
-    if not any(_reward(row, detail).plain for row in rows):
+    if not any(_reward(row, standings).plain for row in rows):
         columns = [column for column in columns if column.title != "reward"]
     return columns
 
@@ -166,8 +169,8 @@ def _ended(row: _Row) -> Text:
     return Text(one_line(ended), style=style)
 
 
-def _reward(row: _Row, detail: RolloutDetail) -> Text:
-    given = [r for r in rewards_of_turn(row.place.turn, detail) if is_latest_reward(r, detail)]
+def _reward(row: _Row, standings: RewardStandings) -> Text:
+    given = filter(standings.is_latest, standings.of_turn(row.place.turn))
     named = (
         format_number(r.value) + (f" {one_line(r.name)}" if r.name != "reward" else "")
         for r in given

@@ -20,10 +20,9 @@ from tracegrad.inspect.forks import expected_parent
 from tracegrad.inspect.reasons import fork_text, untrained_reason, untrained_text
 from tracegrad.inspect.transcript import Message, RepeatedMessages, Transcript
 from tracegrad.inspect.turn_standing import (
+    RewardStandings,
     disposition_text,
-    is_latest_reward,
     late_by,
-    rewards_of_turn,
     versions_text,
 )
 from tracegrad.jsonutil import text_or_json
@@ -49,6 +48,7 @@ class TurnView:
 
     detail: RolloutDetail
     transcript: Transcript
+    standings: RewardStandings
     width: int | None
     full: bool = False
     tokens: bool = False
@@ -123,8 +123,8 @@ def _about(index: int, how: TurnView) -> Iterator[Text]:
         if meaning:  # the turn's title has the reason itself
             why = f"{one_line(missing.reason)}{meaning}"
             yield from _row("untrained", Text(why, style="yellow"), how)
-    for reward in rewards_of_turn(index, how.detail):
-        yield from _row("reward", reward_text(reward, how.detail), how)
+    for reward in how.standings.of_turn(index):
+        yield from _row("reward", reward_text(reward, how.detail, how.standings), how)
 
 
 def turn_title(index: int, how: TurnView) -> Text:
@@ -155,7 +155,7 @@ def _summary(turn: Turn, detail: RolloutDetail) -> Text:
     return Text(" · ".join(one_line(part) for part in parts if part), style="dim")
 
 
-def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
+def reward_text(reward: Reward, detail: RolloutDetail, standings: RewardStandings) -> Text:
     """Struck through where a later one revises it, unless training has used it."""
     value = "taken back" if reward.value is None else format_number(reward.value)
     text = Text.assemble((value, "bold"))
@@ -168,9 +168,9 @@ def reward_text(reward: Reward, detail: RolloutDetail) -> Text:
         text.append(f"  “{one_line(reward.comment)[:_LONGEST_COMMENT]}”", style="dim")
     if detail.came_late(reward):
         text.append(f"  came {late_by(detail)}: not used", style="yellow")
-    if is_latest_reward(reward, detail):
+    if standings.is_latest(reward):
         return text
-    if is_latest_reward(reward, detail, in_time=True):
+    if standings.is_latest(reward, in_time=True):
         return text.append("  training took this one", style="dim")
     text.stylize("strike")
     return text.append("  revised", style="not strike dim")

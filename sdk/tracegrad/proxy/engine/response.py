@@ -11,6 +11,7 @@ import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import orjson
@@ -21,7 +22,6 @@ from tracegrad.chat.call import CHAT_PATH, Call, VisibleFields
 from tracegrad.events import Json
 from tracegrad.proxy.engine.completion import SampledCompletion, tool_call_id
 from tracegrad.proxy.engine.fast_parse import LogprobEntry, extract_tokens, parse_token_ids
-from tracegrad.proxy.engine.queue_time import engine_queued_s
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS, set_routed_experts
 from tracegrad.proxy.http.errors import (
     CONTEXT_LENGTH_EXCEEDED,
@@ -147,6 +147,18 @@ def _read_any(raw: bytes, call: Call, version: int) -> EngineResponse:
     choices = _CHOICES.decode(fields["choices"])
     replies = [_reply(choice, prompt, version) for choice in choices]
     return _closed(_without_tokens(fields, choices, call.visible), replies, call)
+
+
+def engine_queued_s(answer: Json) -> float | None:
+    """How long a request waited in vLLM's own queue, in seconds: from its scheduler's queue to the
+    first step that the request was a part of. Of a whole answer or of a stream's last chunk; None:
+    the engine does not say. vLLM does where it was started with `--enable-per-request-metrics`, and
+    not of calls with several choices or prompts."""
+    metrics = answer.get("metrics")
+    value = metrics.get("queue_time_ms") if isinstance(metrics, dict) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value / 1000 if isfinite(value) and value >= 0 else None
 
 
 def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:

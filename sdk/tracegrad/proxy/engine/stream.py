@@ -21,8 +21,12 @@ from tracegrad.proxy.engine.completion import (
     tool_call_id,
 )
 from tracegrad.proxy.engine.fast_parse import extract_prompt
-from tracegrad.proxy.engine.queue_time import engine_queued_s
-from tracegrad.proxy.engine.response import logprobs_of, read_error, strip_unrequested
+from tracegrad.proxy.engine.response import (
+    engine_queued_s,
+    logprobs_of,
+    read_error,
+    strip_unrequested,
+)
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader, TokenRun
 from tracegrad.proxy.http import sse

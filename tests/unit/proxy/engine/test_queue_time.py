@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tracegrad.events import Json
-from tracegrad.proxy.engine.queue_time import engine_queued_s
+from tracegrad.proxy.engine.response import engine_queued_s
 
 
 def test_milliseconds_are_seconds() -> None:

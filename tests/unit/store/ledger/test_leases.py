@@ -13,7 +13,7 @@ from support.store.ledger_fixtures import FakeClock, fill, ids, lease, turn_ids
 from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome, Reward, RolloutFinished
-from tracegrad.inspect.turn_standing import rewards_of_turn
+from tracegrad.inspect.turn_standing import RewardStandings
 from tracegrad.store import Ledger, Store, TurnCounts, lease_by_rollout
 from tracegrad.store.read.training_samples import deciding_turn, turn_rewards
 
@@ -207,7 +207,8 @@ def test_a_turn_that_its_client_never_got_is_not_counted_by_rewards(store: Store
     assert rollout.turn_rewards == {0: 0.1, 2: 0.2, 3: 0.3}
     assert rollout.deciding_turn == 2
     detail = store.rollout("r")
-    shown = [[r.value for r in rewards_of_turn(index, detail)] for index in range(4)]
+    standings = RewardStandings(detail)
+    shown = [[r.value for r in standings.of_turn(index)] for index in range(4)]
     assert shown == [[0.1], [], [0.2, 1.0], [0.3]]
 
 
