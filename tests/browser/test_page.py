@@ -22,6 +22,7 @@ from support.cli.sample_rollouts import (
 from support.compare.wheels import wheel_source
 from support.proxy.servers import serving
 from support.ui.chromium import Tab, chromium
+from support.ui.policy_versions import add_versions
 from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
 from tracegrad.events import RolloutStarted
 from tracegrad.proxy import create_app
@@ -45,6 +46,8 @@ PAGES = {
     "rollout": f"/ui/rollouts/{CODING}",
     "tokens": f"/ui/rollouts/{CODING}/turns/1/tokens",
     "not-found": "/ui/rollouts/nobody",
+    "versions": "/ui/versions?version=3",
+    "health": "/ui/health",
 }
 LOOKS = {"wide-light": (1400, 900, False), "phone-dark": (390, 844, True)}
 
@@ -56,6 +59,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         for make in makers:
             opened.append(make())
         opened.append(hostile_rollout())
+        add_versions(opened)
         yield opened
 
 

@@ -105,7 +105,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "cli",
     ),
     "tracegrad.ui": (
-        "paging security",
+        "paging proxy_state security",
         "environment",
         "live pages",
         "app single_file",

@@ -11,7 +11,7 @@ from tracegrad.inspect.reasons import untrained_reason
 from tracegrad.store import RolloutDetail
 from tracegrad.store.expressions import MAIN_REWARD_NAME
 from tracegrad.store.read.training_samples import agent_turn_indices, turn_of_reward
-from tracegrad.store.types import COMPOSED_SOURCE
+from tracegrad.store.types import COMPOSED_SOURCE, TurnDisposition
 
 DispositionKind = Literal["trained", "waiting", "untrained"]
 
@@ -28,11 +28,18 @@ def disposition_text(turn: Turn, detail: RolloutDetail) -> tuple[str, Dispositio
     disposition = detail.dispositions.get(turn.turn_id)
     missing = untrained_reason(turn, detail)
     if missing is None:
-        return f"trained in step {disposition.step if disposition else None}", "trained"
+        return _trained_text(disposition), "trained"
     if not missing.final:
         return f"not trained yet: {training_text(detail.summary)}", "waiting"
     how = "not trained" if disposition is not None or not turn.untrainable else "not trainable"
     return f"{how}: {one_line(missing.reason)}", "untrained"
+
+
+def _trained_text(disposition: TurnDisposition | None) -> str:
+    text = f"trained in step {disposition.step if disposition else None}"
+    if disposition is None or disposition.advantage is None:
+        return text
+    return f"{text}, advantage {disposition.advantage:+.3g}"
 
 
 def late_by(detail: RolloutDetail) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.http.request_body import BodyReader, RequestSizeLimits, WorkerThreads
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
+from tracegrad.proxy.metrics.proxy_state import proxy_state
 from tracegrad.proxy.otel.ingest import SpanIngest
 from tracegrad.proxy.otel.receiver import ExportLimits, OtlpReceiver
 from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
@@ -73,6 +75,7 @@ from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.write.parent_cache import MAX_TURNS
 from tracegrad.ui.app import make_ui, ui_routes
 from tracegrad.ui.pages.tokens import ReadTokens
+from tracegrad.ui.proxy_state import ProxyState
 from tracegrad.ui.security import BASE as PAGE_PATH
 from tracegrad.urls import masked
 
@@ -201,7 +204,8 @@ def create_app(
         ingest, ExportLimits(limits.body, limits.values, settings.max_spans), workers
     )
     app.router.routes[:0] = _hot_routes(services, spans)
-    app.router.routes.append(_health(links.health if links else partial(_state, gate, writer)))
+    health = links.health if links else partial(_state, gate, writer)
+    app.router.routes.append(_health(health))
     app.router.routes.append(metrics_route(metrics))
     pushes = links.pushes if links is not None else OwnGate(gate)
     app.include_router(make_control_router(recorder, pushes, store, settings.upstreams))
@@ -212,7 +216,12 @@ def create_app(
     anchors = AnchorStore(store, settings.anchors) if settings.anchors is not None else None
     app.include_router(make_anchors_router(anchors, redactor))
     app.router.routes.append(Route("/", _home, include_in_schema=False))
-    page = make_ui(store, sessions=access.sessions, find_tokens=partial(_read_tokens, text))
+    page = make_ui(
+        store,
+        sessions=access.sessions,
+        find_tokens=partial(_read_tokens, text),
+        find_state=partial(_find_state, metrics, health),
+    )
     app.router.routes += ui_routes(page)
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
@@ -353,6 +362,11 @@ async def _read_tokens(text: EngineRenderer | None) -> ReadTokens | None:
     """How the page reads tokens: with the tokenizer that prompts are continued by."""
     found = await text.get() if text is not None else None
     return partial(token_pieces, found.tokenizer) if isinstance(found, ChatFormat) else None
+
+
+async def _find_state(metrics: ProxyMetrics, health: Callable[[], Awaitable[Json]]) -> ProxyState:
+    """What the page shows of the proxy."""
+    return proxy_state(metrics, await health(), os.getpid())
 
 
 async def _home(_: Request) -> Response:

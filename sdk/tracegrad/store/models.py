@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0020"
+REVISION = "0021"
 
 
 class Text(TypeDecorator[str]):
@@ -369,6 +369,7 @@ class TurnLedger(Base):
     step: Mapped[int | None] = mapped_column(ForeignKey("steps.step"), index=True)
     skip_reason: Mapped[str | None]
     created_at: Mapped[float]
+    advantage: Mapped[float | None]  # that it was trained with; null before revision 0021
 
     __table_args__ = (
         CheckConstraint("(step IS NULL) <> (skip_reason IS NULL)", name="trained_or_skipped"),

@@ -81,11 +81,15 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True)
 class TurnDisposition:
-    """A turn's row in the ledger: trained by `step`, or not trained because of `skip_reason`."""
+    """A turn's row in the ledger: trained by `step`, or not trained because of `skip_reason`.
+
+    `advantage` is the turn's in that step, in units of reward or of its deviation
+    (`objective.advantage`). None: its tokens have one each, as GAE's do, or it is not known."""
 
     step: int | None
     skip_reason: str | None
     created_at: float | None = None  # where it was asked for
+    advantage: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +211,11 @@ class Decision:
             raise ValueError(f"{name}: is empty; every decision says who made it, and why")
 
     @property
+    def pauses(self) -> bool:
+        """Whether training is paused by it."""
+        return "pause" in (self.kind, self.training)
+
+    @property
     def refused(self) -> str | None:
         """Why nothing was done about it."""
         return None if self.outcome is None else self.outcome.get("refused")
@@ -243,7 +252,7 @@ class StepCommit:
     `trained` are turn ids, `skipped` maps turn ids to reasons. Turns of `rollouts` that are in
     neither came in after the lease and are skipped as "late". `leases` maps rollouts to the leases
     that they were given out under (`lease_by_rollout`); one that is not in it must not be leased to
-    anybody.
+    anybody. `advantages` of trained turns, by id; those that have none are left out.
     """
 
     step: StepRecord
@@ -251,6 +260,7 @@ class StepCommit:
     skipped: Mapping[str, str]
     rollouts: Sequence[str]
     leases: Mapping[str, str] = field(default_factory=dict)
+    advantages: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,4 +200,6 @@ def _disposition(read: TurnObject, where: str) -> TurnDisposition | None:
         raise InvalidObject(
             f"{where}.fate_at", "it is missing; write when the turn was trained or skipped"
         )
-    return TurnDisposition(read.trained_step, read.skip_reason, read.fate_at)
+    if read.advantage is not None and read.trained_step is None:
+        raise InvalidObject(f"{where}.advantage", "the turn was not trained; leave it out")
+    return TurnDisposition(read.trained_step, read.skip_reason, read.fate_at, read.advantage)

@@ -20,7 +20,7 @@ FORMAT = 1
 OMITTED_IF_NONE = frozenset(
     {
         *("label", "given_at", "comment", "state_key", "observation", "timing", "routed_experts"),
-        *("idle_s", "continues", "held_out", "agent_name", "asked_model"),
+        *("idle_s", "continues", "held_out", "agent_name", "asked_model", "advantage"),
     }
 )
 
@@ -106,6 +106,7 @@ class TurnObject(_Object, kw_only=True):
     trained_step: Integer | None = None
     skip_reason: str | None = None
     fate_at: Time | None = None
+    advantage: Number | None = None
     state_key: str | None = None
     observation: str | None = None
     timing: Json | None = None
@@ -206,6 +207,7 @@ class FlatTurnObject(_Object, kw_only=True):
     fork_reason: str | None
     agent_name: str | None
     asked_model: str | None
+    advantage: float | None
 
 
 class FunctionObject(Struct):

@@ -143,4 +143,5 @@ def _given(turn: Turn, disposition: TurnDisposition | None) -> Json:
         "policy_versions": [list(span) for span in turn.policy_versions],
         "trained_step": disposition.step if disposition else None,
         "skip_reason": disposition.skip_reason if disposition else None,
+        "advantage": disposition.advantage if disposition else None,
     }

@@ -25,10 +25,12 @@ from tracegrad.store.errors import (
     StoreUnavailable,
     UnknownRollout,
 )
+from tracegrad.store.maintenance import DoctorReport
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
-from tracegrad.ui.pages import rollout, rollouts, tokens
+from tracegrad.ui.pages import health, rollout, rollouts, tokens, versions
 from tracegrad.ui.paging import WrongLink
+from tracegrad.ui.proxy_state import ProxyState
 from tracegrad.ui.security import (
     BASE,
     LOGIN,
@@ -45,6 +47,8 @@ log = logging.getLogger("tracegrad.proxy")
 
 # Finds out how the tokens of the model that is served are read; None: that is not known.
 FindsTokens = Callable[[], Awaitable[tokens.ReadTokens | None]]
+# What the proxy is like now; None: there is none.
+FindsState = Callable[[], Awaitable[ProxyState | None]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 # Pages that are read and made at a time; others wait. Calls have threads of their own.
 THREADS = 4
@@ -60,19 +64,28 @@ class NavigationLink(NamedTuple):
     path: str
 
 
-NAVIGATION = (NavigationLink("Rollouts", "rollouts"),)
+NAVIGATION = (
+    NavigationLink("Rollouts", "rollouts"),
+    NavigationLink("Versions", "versions"),
+    NavigationLink("Health", "health"),
+)
 
 
-async def _no_tokenizer() -> None:
+async def _unknown() -> None:
     return None
 
 
 def make_ui(
-    store: Store, *, sessions: Sessions, find_tokens: FindsTokens = _no_tokenizer
+    store: Store,
+    *,
+    sessions: Sessions,
+    find_tokens: FindsTokens = _unknown,
+    find_state: FindsState = _unknown,
 ) -> Starlette:
-    """`store` is read and stays open. `sessions`: those of the proxy's admin key."""
+    """`store` is read, decisions are written into it, and it stays open. `sessions`: those of the
+    proxy's admin key."""
     return Starlette(
-        routes=Pages(store, sessions, find_tokens).routes(),
+        routes=Pages(store, sessions, find_tokens, find_state).routes(),
         middleware=[Middleware(PageHeaders)],
     )
 
@@ -91,9 +104,17 @@ async def _home(_: Request) -> Response:
 class Pages:
     """The routes. Reads run in threads, as does the making of the page out of them."""
 
-    def __init__(self, store: Store, sessions: Sessions, find_tokens: FindsTokens) -> None:
+    def __init__(
+        self,
+        store: Store,
+        sessions: Sessions,
+        find_tokens: FindsTokens,
+        find_state: FindsState,
+    ) -> None:
         self._store = store
         self._find_tokens = find_tokens
+        self._find_state = find_state
+        self._doctor = health.DoctorDesk()
         self._sessions = sessions
         self._tokens = FormTokens(sessions)
         self._environment: Environment = make_environment()
@@ -123,6 +144,10 @@ class Pages:
             get("/rollouts/{rollout}/newer", partial(self._neighbour, newer=True)),
             get("/rollouts/{rollout}/older", partial(self._neighbour, newer=False)),
             get("/rollouts/{rollout}/turns/{turn}/tokens", self._turn_tokens),
+            get("/versions", self._versions),
+            post("/versions", self._decide),
+            get("/health", self._health),
+            post("/health", self._examine),
             Mount("/static", _Static(directory=STATIC_FOLDER)),
             get("/{rest:path}", self._missing),
         ]
@@ -274,6 +299,44 @@ class Pages:
         values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
         template = "tokens_part.html" if "part" in request.query_params else "tokens.html"
         return await self.page(request, template, path=rollouts.path_of(rollout_id), **values)
+
+    # Versions
+
+    async def _versions(self, request: Request) -> Response:
+        before, chosen = (
+            versions.read_version(name, request.query_params.get(name))
+            for name in ("before", "version")
+        )
+        values = await self._run(versions.versions_values, self._store, before, chosen)
+        return await self.page(request, "versions.html", **values)
+
+    async def _decide(self, request: Request, form: dict[str, str]) -> Response:
+        try:
+            number = await self._run(versions.decide, self._store, form)
+        except ValueError as error:
+            chosen = versions.read_version("version", request.query_params.get("version"))
+            values = await self._run(
+                versions.versions_values, self._store, None, chosen, str(error), form
+            )
+            return await self.page(request, "versions.html", 400, **values)
+        return RedirectResponse(f"{versions.PATH}#decision-{number}", 303)
+
+    # Health
+
+    async def _health(self, request: Request) -> Response:
+        return await self._health_page(request)
+
+    async def _examine(self, request: Request, _: dict[str, str]) -> Response:
+        report = await self._run(self._doctor.examine, self._store)
+        return await self._health_page(request, report, busy=report is None)
+
+    async def _health_page(
+        self, request: Request, report: DoctorReport | None = None, *, busy: bool = False
+    ) -> Response:
+        values = await self._run(health.health_values, self._store, await self._find_state())
+        return await self.page(
+            request, "health.html", 409 if busy else 200, **values, report=report, busy=busy
+        )
 
 
 def _whole_number(request: Request, name: str) -> int:

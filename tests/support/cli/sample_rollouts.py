@@ -356,6 +356,7 @@ def trained_samples(store: Store) -> None:
         trained=[turn.turn_id for turn in turns if turn.turn_id not in skipped],
         skipped=skipped,
         rollouts=[turns[0].rollout_id],
+        advantages={turns[0].turn_id: -1.25, turns[1].turn_id: 0.0},
     )
     alike = [f"0193c0de001{n}" + "0" * 20 for n in range(4)]
     equal = {turn.turn_id: "equal_reward" for each in alike for turn in store.rollout_turns(each)}

@@ -56,7 +56,7 @@ def commit(ledger: Ledger, groups: Sequence[Group] = (), step: int = 1, **more: 
         "rollouts": [rollout for group in ids(groups) for rollout in group],
         "leases": lease_by_rollout(groups),
     }
-    given |= {name: more.pop(name) for name in given if name in more}
+    given |= {name: more.pop(name) for name in (*given, "advantages") if name in more}
     ledger.commit_step(StepRecord(**{"step": step, "version": step, **more}), **given)
 
 

@@ -220,6 +220,7 @@ class _Maker:
                 trained=turns[::2],
                 skipped=dict.fromkeys(turns[1::2], "stale"),
                 rollouts=[facts[0].rollout_id for facts in chosen if facts[0].rollout_id],
+                advantages={turn: self._chance.uniform(-2, 2) for turn in turns[::4]},
             )
 
 

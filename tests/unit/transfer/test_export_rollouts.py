@@ -28,7 +28,7 @@ NAMES = [
     "turn_id", "parent_turn_id", "rollout_id", "task_id", "agent", "outcome", "reward", "dialect",
     "model", "prompt_token_ids", "completion_token_ids", "completion_logprobs", "policy_versions",
     "finish_reason", "created_at", "trained_step", "skip_reason", "untrainable", "fork_reason",
-    "agent_name", "asked_model",
+    "agent_name", "asked_model", "advantage",
 ]  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def scene(store: Store) -> Store:
     turns = [turn.turn_id for turn in store.rollout_turns("d1")]
     Ledger(store).commit_step(
         StepRecord(step=3, version=4), trained=turns[:2], skipped={turns[2]: "stale"},
-        rollouts=["d1"],
+        rollouts=["d1"], advantages={turns[0]: -0.5},
     )  # fmt: skip
     return store
 
@@ -65,8 +65,8 @@ def test_turns_have_the_names_that_scripts_depend_on(scene: Store) -> None:
         assert row["completion_token_ids"] == turn.completion_token_ids.tolist()
         assert row["completion_logprobs"] == turn.completion_logprobs.tolist()
         assert row["policy_versions"] == [list(span) for span in turn.policy_versions]
-    assert [(row["trained_step"], row["skip_reason"]) for row in rows] == [
-        (3, None), (3, None), (None, "stale"),
+    assert [(row["trained_step"], row["skip_reason"], row["advantage"]) for row in rows] == [
+        (3, None, -0.5), (3, None, None), (None, "stale", None),
     ]  # fmt: skip
     assert {(row["outcome"], row["reward"], row["agent"]) for row in rows} == {
         ("completed", 0.25, "shop")

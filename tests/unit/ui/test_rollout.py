@@ -13,7 +13,13 @@ import pytest
 from bench.ui.long_rollout import LONG, add_long_rollout
 from starlette.testclient import TestClient
 
-from support.cli.sample_rollouts import coding_agent, four_alike, samples_of_one_prompt, spans_alone
+from support.cli.sample_rollouts import (
+    coding_agent,
+    four_alike,
+    samples_of_one_prompt,
+    spans_alone,
+    trained_samples,
+)
 from support.store.ledger_fixtures import fill, lease
 from tracegrad.events import Json, Reward, Turn, logprob_array, token_id_array
 from tracegrad.inspect.rollout_time import STAGES
@@ -24,7 +30,7 @@ from tracegrad.ui.environment import STATIC_FOLDER
 from tracegrad.ui.pages import rollout as rollout_page
 from tracegrad.ui.pages.messages import FIRST_AND_LAST, shown_text
 from tracegrad.ui.pages.rollout import WINDOW
-from tracegrad.ui.pages.tokens import PAGE
+from tracegrad.ui.pages.tokens import PAGE, credit_class
 
 Browse = Callable[..., TestClient]
 CODING = "0193c0de0001" + "0" * 20
@@ -172,12 +178,33 @@ def test_tokens_have_their_probability_version_and_disposition(
         tokens = turn_tokens(connection, f"{CODING}.1")
     assert tokens is not None
     assert page.count('<span class="t ') == len(tokens.sampled)
-    assert 'class="t b0 k-waiting v0"' in page
+    assert 'class="t b0 k-waiting c-none v0"' in page
     assert "log-probability -0.100 · probability 90.48% · version 3" in page
     part = client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?part=1&by=version").text
     assert part.lstrip().startswith('<div class="tokens by-version"')
     wrong = client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?by=luck")
     assert wrong.status_code == 400
+
+
+def test_trained_tokens_have_their_advantage(store: Store, browse: Browse) -> None:
+    trained_samples(store)
+    client = browse()
+    below = client.get(f"/ui/rollouts/{CODING}/turns/0/tokens?by=advantage").text
+    assert below.count("k-trained c3") == below.count('<span class="t ')
+    assert "trained in step 12, advantage -1.25" in text_of(below)
+    assert "c-zero" in client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?by=advantage").text
+    unknown = client.get(f"/ui/rollouts/{CODING}/turns/2/tokens?by=advantage").text
+    assert "c-none" in unknown
+    assert "not known: this turn has none" in text_of(unknown)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "colour"),
+    [(None, "c-none"), (0.0, "c-zero"), (1e-12, "c-zero"), (1.0, "c0"), (0.2, "c1"),
+     (-0.2, "c2"), (-1.0, "c2"), (-1.01, "c3"), (-1e30, "c3")],
+)  # fmt: skip
+def test_advantages_have_colours(advantage: float | None, colour: str) -> None:
+    assert credit_class(advantage) == colour
 
 
 def test_a_long_rollout_opens_by_a_window_of_its_turns(store: Store, browse: Browse) -> None:

@@ -7,7 +7,7 @@ asks the clock, draws a number or depends on the order of a set.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -63,13 +63,15 @@ class GroupLike(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSelection:
-    """Rows to train on; `trained` and `skipped` (id -> reason) together hold every turn."""
+    """Rows to train on; `trained` and `skipped` (id -> reason) together hold every turn.
+    `advantages` has what each turn was credited with, by id, where turns are compared."""
 
     rows: list[Row]
     trained: list[str]
     skipped: dict[str, str]
     rollouts: list[str]
     stats: dict[str, float]
+    advantages: dict[str, float] = field(default_factory=dict)
 
     def without_rows(self, indices: Collection[int], reason: str) -> TrainingSelection:
         """The selection after rows left the step (their numbers were not finite), each with the
@@ -129,6 +131,7 @@ def select(
     equal = [_equal([scored[i] for i in where], [advantage[i] for i in where]) for where in each]
 
     sources: list[RowSource] = []
+    credited: dict[str, float] = {}
     rows: list[Row] = []
     skipped: dict[str, str] = {}
     too_long = 0
@@ -149,6 +152,7 @@ def select(
         skipped |= reasons
         if settings.stale == "weight":
             value = value * staleness_weights(rollout, settings, versions)
+        credited |= zip((turn.turn_id for turn in tree.turns), value.tolist(), strict=True)
         source = RowSource(rollout, tree, given.task, value, reasons, routing)
         new, not_shared = _rows(source, settings)
         sources.append(source)
@@ -182,6 +186,7 @@ def select(
                 too_long=too_long,
             ),
         },
+        advantages=credited,
     )
 
 

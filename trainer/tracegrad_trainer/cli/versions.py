@@ -13,6 +13,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from tracegrad.events import Json
+from tracegrad.inspect.decision_text import decided_by, describe_decision, evaluation_text
 from tracegrad.store import Decision, Store
 from tracegrad.store.read.versions import VersionHistory, VersionRecord
 from tracegrad.text_format import format_age
@@ -25,32 +26,6 @@ class DecisionRefused(RuntimeError):
     """Rank 0 refused it; its own line."""
 
 
-def check_possible(
-    history: VersionHistory, decision: Decision, waiting: Sequence[Decision] = ()
-) -> None:
-    """Raises ValueError where what is stored says already that it cannot be. `waiting`: decisions
-    that the next trainer acts on first."""
-    match decision.kind:
-        case "rollback" if decision.version is None:
-            history.rollback_target()
-        case "promote" | "pin" | "rollback":
-            assert decision.version is not None
-            history.check_target(decision.version)
-        case "unpin":
-            assert decision.version is not None
-            record = history.records.get(decision.version)
-            if record is None:
-                history.check_target(decision.version)
-            elif not record.pinned:
-                raise ValueError(f"version: {decision.version} is not pinned")
-        case "pause" if history.paused is not None:
-            raise ValueError(f"training is paused already, by {_by(history.paused)}")
-        case "resume" if history.paused is None and not any(map(_pauses, waiting)):
-            raise ValueError("training is not paused")
-        case _:
-            pass
-
-
 def decide(
     store: Store, decision: Decision, *, wait_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> Decision:
@@ -60,7 +35,7 @@ def decide(
         ValueError: it cannot be.
         DecisionRefused: rank 0 says so.
     """
-    check_possible(store.version_history(), decision, store.open_decisions())
+    store.version_history().check_possible(decision, store.open_decisions())
     seq = store.decide(decision)
     deadline = time.monotonic() + wait_s
     while True:
@@ -72,42 +47,11 @@ def decide(
         sleep(POLL_S)
 
 
-def _pauses(decision: Decision) -> bool:
-    return "pause" in (decision.kind, decision.training)
-
-
-def describe(decision: Decision) -> str:
-    """One line: what was done, or that nobody has done it yet."""
-    if decision.acted_at is None:
-        return (
-            f"{decision.kind} is recorded, and no trainer has acted on it yet: the one that runs on"
-            " this store does, or the next that starts"
-        )
-    outcome = decision.outcome or {}
-    version = outcome.get("version", decision.version)
-    match decision.kind:
-        case "rollback":
-            after = "goes on from it" if decision.training == "continue" else "is paused"
-            took = max(0.0, decision.acted_at - decision.created_at)
-            served = f"is served again ({took:.2f} s)" if outcome.get("served") else "is next"
-            return f"version {version} {served}; training {after}"
-        case "pause":
-            return "training is paused; calls are served"
-        case "resume":
-            return "training goes on"
-        case "promote":
-            return f"version {version} is promoted"
-        case "pin":
-            return f"version {version} is pinned: its weights stay on disk"
-        case _:
-            return f"version {version} is not pinned any more"
-
-
 def print_decision(decision: Decision, console: Console, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(decision))
     else:
-        console.print(describe(decision), highlight=False, soft_wrap=True)
+        console.print(describe_decision(decision), highlight=False, soft_wrap=True)
 
 
 def versions_json(history: VersionHistory) -> Json:
@@ -137,11 +81,11 @@ def print_versions(history: VersionHistory, console: Console, *, last: int, as_j
             shown.add_row(*_cells(one))
     print_report(shown, console)
     if history.paused is not None:
-        line = f"training is paused by {_by(history.paused)}"
+        line = f"training is paused by {decided_by(history.paused)}"
         console.print(line, highlight=False, soft_wrap=True)
     if history.refused:
         last_one = history.refused[-1]
-        ago, what = format_age(last_one.created_at), f"{last_one.kind} by {_by(last_one)}"
+        ago, what = format_age(last_one.created_at), f"{last_one.kind} by {decided_by(last_one)}"
         line = f"refused {ago} ago: {what}: {last_one.refused} (--decisions)"
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -159,7 +103,7 @@ def print_decisions(
     shown = plain_table("number", "decision", "by", "why", "came of it", "ago")
     for one in decisions[-last:]:
         what = one.kind if one.version is None else f"{one.kind} {one.version}"
-        came = describe(one) if one.refused is None else f"refused: {one.refused}"
+        came = describe_decision(one) if one.refused is None else f"refused: {one.refused}"
         shown.add_row(str(one.seq), what, one.by, one.reason, came, format_age(one.created_at))
     print_report(shown, console)
 
@@ -173,24 +117,7 @@ def _cells(one: VersionRecord) -> list[str]:
         "model" if one.weights_step == 0 else str(one.step or ""),
         one.state,
         f"{kept}, pinned" if one.pinned else kept,
-        _evaluation(one.evaluation),
-        "" if one.decision is None else f"{one.decision.kind} by {_by(one.decision)}",
+        evaluation_text(one.evaluation),
+        "" if one.decision is None else f"{one.decision.kind} by {decided_by(one.decision)}",
         format_age(one.created_at),
     ]
-
-
-def _evaluation(found: Json | None) -> str:
-    if found is None:
-        return ""
-    means = [
-        "–" if found[name] is None else f"{found[name]:.2f}"
-        for name in ("mean_candidate", "mean_baseline")
-    ]
-    return (
-        f"{found['verdict']}: {means[0]} of {found['n_candidate']} against {means[1]} of"
-        f" {found['n_baseline']}"
-    )
-
-
-def _by(decision: Decision) -> str:
-    return f"{decision.by}: {decision.reason}"

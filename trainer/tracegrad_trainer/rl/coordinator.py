@@ -383,7 +383,14 @@ class Coordinator:
             skipped=selection.skipped,
             rollouts=selection.rollouts,
             leases=lease_by_rollout(batch.groups),
+            advantages=self._advantages(selection),
         )
+
+    def _advantages(self, selection: TrainingSelection) -> dict[str, float]:
+        """Of the turns that were trained; GAE's are the tokens' own, and come of a forward."""
+        if self.settings.objective.advantage == "gae":
+            return {}
+        return {turn_id: selection.advantages[turn_id] for turn_id in selection.trained}
 
     def commit(self, commits: Sequence[StepCommit], groups: Sequence[Group]) -> None:
         """The steps and exactly their turns, in one transaction; `groups` is all they had leased.

@@ -49,6 +49,7 @@ def indexed_turn_json(
         **{name: getattr(turn, name) for name in _TURN_FIELDS},
         "trained_step": disposition.step if disposition else None,
         "skip_reason": disposition.skip_reason if disposition else None,
+        "advantage": disposition.advantage if disposition else None,
     }
     if tokens:
         found |= {name: getattr(turn, name).tolist() for name in _TOKEN_FIELDS}

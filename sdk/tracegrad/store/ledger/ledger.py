@@ -69,6 +69,7 @@ from tracegrad.store.types import (
 )
 
 NO_LEASES: Mapping[str, str] = MappingProxyType({})
+NO_ADVANTAGES: Mapping[str, float] = MappingProxyType({})
 
 T = TypeVar("T")
 
@@ -316,7 +317,13 @@ class Ledger:
                 refuse_step(connection, one.step)
                 connection.execute(insert(Steps), column_values(one.step, Steps))
                 _record(
-                    connection, one.step.step, one.trained, one.skipped, one.rollouts, one.leases
+                    connection,
+                    one.step.step,
+                    one.trained,
+                    one.skipped,
+                    one.rollouts,
+                    one.leases,
+                    one.advantages,
                 )
 
         self._exclusively(commit)
@@ -329,10 +336,16 @@ class Ledger:
         skipped: Mapping[str, str],
         rollouts: Sequence[str],
         leases: Mapping[str, str] = NO_LEASES,
+        advantages: Mapping[str, float] = NO_ADVANTAGES,
     ) -> None:
         """`commit_steps` of one, by the fields of a `StepCommit`."""
         one = StepCommit(
-            step=step, trained=trained, skipped=skipped, rollouts=rollouts, leases=leases
+            step=step,
+            trained=trained,
+            skipped=skipped,
+            rollouts=rollouts,
+            leases=leases,
+            advantages=advantages,
         )
         self.commit_steps([one])
 
@@ -425,6 +438,7 @@ def _record(
     skipped: Mapping[str, str],
     rollouts: Sequence[str],
     leases: Mapping[str, str],
+    advantages: Mapping[str, float] = NO_ADVANTAGES,
 ) -> None:
     refuse_duplicates("turn", trained)
     refuse_duplicates("rollout", rollouts)
@@ -433,7 +447,9 @@ def _record(
     refuse_recorded_turns(connection, [*trained, *skipped])
     refuse_lost_leases(connection, rollouts, leases)
     now = statements.server_time(connection)
-    dispositions = dict.fromkeys(trained, TurnDisposition(step, None, now))
+    dispositions = {
+        name: TurnDisposition(step, None, now, advantages.get(name)) for name in trained
+    }
     dispositions |= {name: TurnDisposition(None, why, now) for name, why in skipped.items()}
     _insert_dispositions(connection, dispositions)
     query = (

@@ -104,6 +104,26 @@ def _states(connection: Connection, state: ColumnElement[str]) -> tuple[dict[str
     return dict(states), sum(n for name, opened, n in rows if name == "open" and not opened)
 
 
+def newest_states(
+    connection: Connection, tags: Mapping[str, str], *, compared: bool, most: int
+) -> dict[str, int]:
+    """Of the rollouts that no step consumed, how many are in each state (`_states`): of all that
+    are open, and of those that ended, `most` of each at most, the newest; so that it takes no
+    longer where millions are there."""
+    now = statements.server_time(connection)
+    state = training_state(tags, now, compared=compared).label("state")
+    of = Rollouts.consumed_at.is_(None)
+    ended = (of, Rollouts.finished_at.is_not(None))
+    parts = (
+        select(state).where(*ended).order_by(Rollouts.finished_at.desc()).limit(most),
+        select(state).where(of, Rollouts.finished_at.is_(None)).limit(most),
+    )
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(map(str, connection.scalars(part)))
+    return dict(counts)
+
+
 def _leased(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:
     query = select(Rollouts.lease_owner, func.count()).where(
         Rollouts.consumed_at.is_(None), Rollouts.leased_until > now, has_tags(tags)

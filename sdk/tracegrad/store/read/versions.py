@@ -127,6 +127,30 @@ class VersionHistory:
             raise ValueError(f"version: {version} is not kept on disk{why}; kept are: {kept}")
         return record
 
+    def check_possible(self, decision: Decision, waiting: Sequence[Decision] = ()) -> None:
+        """Raises ValueError where what is stored says already that it cannot be. `waiting`:
+        decisions that the next trainer acts on first."""
+        match decision.kind:
+            case "rollback" if decision.version is None:
+                self.rollback_target()
+            case "promote" | "pin" | "rollback":
+                assert decision.version is not None
+                self.check_target(decision.version)
+            case "unpin":
+                assert decision.version is not None
+                record = self.records.get(decision.version)
+                if record is None:
+                    self.check_target(decision.version)
+                elif not record.pinned:
+                    raise ValueError(f"version: {decision.version} is not pinned")
+            case "pause" if self.paused is not None:
+                by = self.paused
+                raise ValueError(f"training is paused already, by {by.by}: {by.reason}")
+            case "resume" if self.paused is None and not any(one.pauses for one in waiting):
+                raise ValueError("training is not paused")
+            case _:
+                pass
+
 
 def version_history(connection: Connection) -> VersionHistory:
     """Of all versions; a version has a handful of events."""

@@ -18,10 +18,13 @@ PAGE = 2_000  # tokens
 # Of a token's id list the text of each; None: no tokenizer is known.
 ReadTokens = Callable[[Sequence[int]], list[str]]
 
-COLOURINGS = ("probability", "version", "training")
+COLOURINGS = ("probability", "advantage", "version", "training")
 # Least probability of a bucket, and how it is called in the legend. Beyond the last: the rest.
 BUCKETS = ((0.9, "90 % or more"), (0.5, "50 %"), (0.2, "20 %"), (0.05, "5 %"), (0.01, "1 %"),
            (0.0, "less"))  # fmt: skip
+# As BUCKETS, of advantages: the least of each; 0 is one of its own.
+CREDITS = ((1.0, "1 or more"), (0.0, "above 0"), (-1.0, "below 0"), (-math.inf, "below −1"))
+_ROUNDING = 1e-9  # of a mean
 _VERSION_COLOURS = 6
 
 
@@ -46,6 +49,7 @@ class TokensView:
     disposition: str
     kind: DispositionKind
     has_text: bool
+    advantage: float | None  # of all its tokens
 
     @property
     def part(self) -> str:
@@ -89,7 +93,10 @@ def view_of(
 ) -> TokensView:
     """Of a turn with these tokens: those from `first` on, at most so many."""
     size = outline.sizes[number]
-    disposition, kind = disposition_text(outline.detail.turns[number], outline.detail)
+    turn = outline.detail.turns[number]
+    disposition, kind = disposition_text(turn, outline.detail)
+    ledger = outline.detail.dispositions.get(turn.turn_id)
+    advantage = ledger.advantage if ledger is not None else None
     by_version = [version for version, count in size.versions for _ in range(count)]
     known = sorted(set(by_version))
     colours = {version: n % _VERSION_COLOURS for n, version in enumerate(known)}
@@ -102,7 +109,7 @@ def view_of(
             logprobs[at],
             texts[at - first] if texts is not None else None,
             (by_version[at], colours[by_version[at]]) if at < len(by_version) else None,
-            kind,
+            f"k-{kind} {credit_class(advantage)}",
             disposition,
         )
         for at in chosen
@@ -118,7 +125,17 @@ def view_of(
         disposition=disposition,
         kind=kind,
         has_text=texts is not None,
+        advantage=advantage,
     )
+
+
+def credit_class(advantage: float | None) -> str:
+    """The colour of an advantage: c0 to c3 as CREDITS, `c-zero`; `c-none` where none is known."""
+    if advantage is None:
+        return "c-none"
+    if abs(advantage) < _ROUNDING:
+        return "c-zero"
+    return f"c{next(n for n, (least, _) in enumerate(CREDITS) if advantage >= least)}"
 
 
 def _token(
@@ -126,13 +143,14 @@ def _token(
     logprob: float,
     text: str | None,
     version: tuple[int, int] | None,
-    kind: DispositionKind,
+    of_turn: str,
     disposition: str,
 ) -> ShownToken:
+    """`of_turn`: classes that all of its tokens have."""
     likely = math.exp(min(logprob, 0.0)) if math.isfinite(logprob) else 0.0
     bucket = next(n for n, (least, _) in enumerate(BUCKETS) if likely >= least)
     said = [f"log-probability {logprob:.3f}", f"probability {likely:.2%}"]
-    classes = f"b{bucket} k-{kind}"
+    classes = f"b{bucket} {of_turn}"
     if version is not None:
         said.append(f"version {version[0]}")
         classes += f" v{version[1]}"
@@ -151,4 +169,10 @@ def tokens_values(view: TokensView, by: str) -> dict[str, Any]:
     """What the template needs. WrongLink: `by` is no colouring."""
     if by not in COLOURINGS:
         raise WrongLink(f"by: {by[:40]!r}; use {', '.join(COLOURINGS)}")
-    return {"view": view, "by": by, "colourings": COLOURINGS, "buckets": BUCKETS}
+    return {
+        "view": view,
+        "by": by,
+        "colourings": COLOURINGS,
+        "buckets": BUCKETS,
+        "credits": CREDITS,
+    }

@@ -76,6 +76,20 @@ def test_a_step_that_contradicts_itself_is_refused(store: Store, ledger: Ledger)
         commit(ledger)
 
 
+def test_trained_turns_keep_their_advantage(store: Store, ledger: Ledger) -> None:
+    fill(store, tasks=1, size=2)
+    [group] = lease(ledger)
+    first, second, *rest = turn_ids(group)
+    kept = {"trained": [first, second], "skipped": dict.fromkeys(rest, "stale")}
+    commit(ledger, [group], **kept, advantages={first: -0.75, rest[0]: 2.0})
+    found = {
+        name: each.advantage
+        for rollout in group.rollouts
+        for name, each in store.rollout(rollout.rollout_id).dispositions.items()
+    }
+    assert found == {first: -0.75, second: None} | dict.fromkeys(rest)
+
+
 def test_turns_that_come_late_are_counted(store: Store, ledger: Ledger) -> None:
     fill(store, tasks=1, size=2)
     [group] = lease(ledger)

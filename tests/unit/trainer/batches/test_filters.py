@@ -152,6 +152,9 @@ def test_stale_turns_count_less_and_too_stale_ones_nothing() -> None:
     assert by_turn["new"] == [0.5, 0.5]
     assert by_turn["mixed"] == [0.125, 0.125]
     assert by_turn["expert"] == [0.5, 0.5]
+    assert {name: chosen.advantages[name] for name in chosen.trained} == {
+        name: values[0] for name, values in by_turn.items()
+    }
     plain = selected([task], advantages=centred(), version=9, max_staleness=3)
     assert {abs(row.advantage[-1]) for row in plain.rows} == {0.5}
 

@@ -275,6 +275,22 @@ def test_a_step_records_what_it_was_made_of(make: Make) -> None:
     lost = batch.selection.rows[1].kept_turn_ids
     fates = coordinator.store.rollout(batch.selection.rows[1].rollout_id).dispositions
     assert {fates[turn].skip_reason for turn in lost} == {"non_finite"}
+    assert {fates[turn].advantage for turn in lost} == {None}
+    row = batch.selection.rows[0]
+    [given] = {*row.advantage[row.keep].tolist()}
+    kept = coordinator.store.rollout(row.rollout_id).dispositions
+    [advantage] = {kept[turn].advantage for turn in row.kept_turn_ids}
+    assert advantage == pytest.approx(given)  # float32 in rows
+
+
+def test_advantages_of_tokens_are_no_turns(make: Make) -> None:
+    coordinator = make(supply=OFFLINE, objective__preset="ppo")
+    fill(coordinator.settings.proxy.store, groups=2)
+    batch = coordinator.next_batch(0)
+    assert batch is not None
+    made = coordinator.record(batch, step=1, version=1, metrics={}, dropped_rows=[], weights=0)
+    assert made.trained
+    assert made.advantages == {}
 
 
 def test_what_is_released_is_leased_again_at_once(make: Make) -> None:

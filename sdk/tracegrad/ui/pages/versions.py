@@ -1,0 +1,203 @@
+"""Policy versions: how each stands, what the gate found, what was decided; and deciding about them.
+
+A decision is written into the store, and rank 0 acts on it, as on the command line's: the page
+shows it as open until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_args
+
+from tracegrad.inspect.decision_text import describe_decision, evaluation_text
+from tracegrad.store import Decision, StepHistory, Store
+from tracegrad.store.read.versions import VersionHistory, VersionRecord
+from tracegrad.store.types import DecisionKind
+from tracegrad.ui.paging import PAGE, WrongLink, link
+from tracegrad.ui.security import BASE, who_acts
+
+PATH = f"{BASE}/versions"
+MOST_DECISIONS = 50
+# What a form about one version may decide, in the order of its buttons.
+_OF_A_VERSION: tuple[DecisionKind, ...] = ("promote", "rollback", "pin", "unpin")
+_STATE_CLASS = {
+    "promoted": "good",
+    "served": "plain",
+    "candidate": "live",
+    "pushing": "live",
+    "rolled_back": "warn",
+    "failed": "bad",
+    "lost": "bad",
+}
+_VERDICT_CLASS = {"promote": "good", "reject": "bad"}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedVersion:
+    """A row of the table. `possible`: what can be decided about it now."""
+
+    record: VersionRecord
+    possible: tuple[DecisionKind, ...]
+
+    @property
+    def state_class(self) -> str:
+        return _STATE_CLASS.get(self.record.state, "plain")
+
+    @property
+    def evaluation(self) -> str:
+        return evaluation_text(self.record.evaluation)
+
+    @property
+    def verdict_class(self) -> str:
+        return _VERDICT_CLASS.get(str((self.record.evaluation or {}).get("verdict")), "plain")
+
+    @property
+    def why_not(self) -> str:
+        """Where nothing is possible."""
+        if not self.record.kept:
+            return f"its weights are not on disk ({self.record.not_kept or 'they never were'})"
+        return f"it was never served ({self.record.state})"
+
+    @property
+    def made_by(self) -> int | None:
+        """The step whose weights it has; None: the model folder, or nobody knows."""
+        return self.record.weights_step if self.record.weights_step > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ListedDecision:
+    decision: Decision
+
+    @property
+    def what(self) -> str:
+        one = self.decision
+        return one.kind if one.version is None else f"{one.kind} {one.version}"
+
+    @property
+    def came(self) -> str:
+        """What came of it."""
+        if self.decision.refused is not None:
+            return f"refused: {self.decision.refused}"
+        return describe_decision(self.decision)
+
+    @property
+    def state_class(self) -> str:
+        if self.decision.refused is not None:
+            return "bad"
+        return "good" if self.decision.acted_at is not None else "live"
+
+    @property
+    def state(self) -> str:
+        return {"bad": "refused", "good": "done", "live": "open"}[self.state_class]
+
+
+def versions_values(
+    store: Store,
+    before: int | None,
+    chosen: int | None,
+    problem: str | None = None,
+    given: Mapping[str, str] = {},
+) -> dict[str, Any]:
+    """What the template needs: the versions below `before`, the newest first, and a form for the
+    `chosen` one. `problem`: why what was `given` with a form was not done."""
+    history = store.version_history()
+    decisions = store.decisions()
+    waiting = [one for one in decisions if one.acted_at is None]
+    wanted = [
+        one for one in reversed(history.records.values()) if before is None or one.version < before
+    ]
+    rows = [ListedVersion(one, _possible(history, one.version, waiting)) for one in wanted[:PAGE]]
+    last = StepHistory(store).steps(1)
+    return {
+        "history": history,
+        "rows": rows,
+        "chosen": _chosen(history, chosen, waiting),
+        "first_page": before is None,
+        "older": link(PATH, [], before=str(rows[-1].record.version)) if wanted[PAGE:] else None,
+        "kept_elsewhere": _kept_elsewhere(history, rows),
+        "decisions": [ListedDecision(one) for one in decisions[: -MOST_DECISIONS - 1 : -1]],
+        "more_decisions": max(0, len(decisions) - MOST_DECISIONS),
+        "may_resume": history.paused is not None or any(one.pauses for one in waiting),
+        "may_pause": history.paused is None,
+        "guards": _guards(last[0].metrics if last else {}),
+        "problem": problem,
+        "given": given,
+    }
+
+
+def _chosen(
+    history: VersionHistory, version: int | None, waiting: Sequence[Decision]
+) -> ListedVersion | None:
+    record = history.records.get(version) if version is not None else None
+    if record is None:
+        return None
+    return ListedVersion(record, _possible(history, record.version, waiting))
+
+
+def _possible(
+    history: VersionHistory, version: int, waiting: Sequence[Decision]
+) -> tuple[DecisionKind, ...]:
+    found = []
+    for kind in _OF_A_VERSION:
+        try:
+            history.check_possible(_decision(kind, version), waiting)
+        except ValueError:
+            continue
+        record = history.records[version]
+        idle = {"promote": record.state == "promoted", "pin": record.pinned}
+        idle["rollback"] = record.serving
+        if not idle.get(kind, False):
+            found.append(kind)
+    return tuple(found)
+
+
+def _decision(kind: DecisionKind, version: int) -> Decision:
+    training: Any = "continue" if kind == "rollback" else None
+    return Decision(kind=kind, version=version, training=training, by="-", reason="-")
+
+
+def _kept_elsewhere(history: VersionHistory, rows: Sequence[ListedVersion]) -> list[int]:
+    """Those whose weights are on disk, on other pages of the list."""
+    shown = {row.record.version for row in rows}
+    return [version for version in history.kept() if version not in shown]
+
+
+def _guards(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Of the last step; {} where no guard looks."""
+    names = ("drift_evidence", "drift_alarms")
+    return {name: float(metrics[name]) for name in names if metrics.get(name) is not None}
+
+
+def read_decision(fields: Mapping[str, str]) -> Decision:
+    """What a form asks for. ValueError names the field."""
+    kind = fields.get("kind", "")
+    if kind not in get_args(DecisionKind):
+        raise ValueError(f"kind: {kind[:40]!r} is none of {', '.join(get_args(DecisionKind))}")
+    text = fields.get("version", "").strip()
+    if text and not (text.isdecimal() and text.isascii() and len(text) <= 9):
+        raise ValueError(f"version: {text[:40]!r} is no version")
+    if not fields.get("reason", "").strip():
+        raise ValueError("reason: say why; whoever looks at this later wants to know")
+    training: Any = fields.get("training", "continue") if kind == "rollback" else None
+    return Decision(
+        kind=cast("DecisionKind", kind),
+        version=int(text) if text else None,
+        training=training,
+        by=who_acts(),
+        reason=fields["reason"].strip(),
+    )
+
+
+def decide(store: Store, fields: Mapping[str, str]) -> int:
+    """Write it down; its number. ValueError: it cannot be, with the field or the reason."""
+    decision = read_decision(fields)
+    store.version_history().check_possible(decision, store.open_decisions())
+    return store.decide(decision)
+
+
+def read_version(name: str, text: str | None) -> int | None:
+    """Of a link's parameter. WrongLink: it is none."""
+    if text is None or (text.isdecimal() and text.isascii() and len(text) <= 9):
+        return None if text is None else int(text)
+    raise WrongLink(f"{name}: {text[:40]!r} is no version; leave it out")
