@@ -64,11 +64,12 @@ def training_text(row: RolloutSummary) -> str:
     return row.state
 
 
-def intake_text(*, paced: bool, rollouts: int, reason: str, silent_for_s: float) -> str:
-    """Whether drivers wait, and for what: of an `IntakeState` of which `silent_for_s` is known."""
+def intake_text(*, paced: bool, rollouts: int | None, reason: str, silent_for_s: float) -> str:
+    """Whether drivers wait, and for what: of an `IntakeState` of which `silent_for_s` is known.
+    `rollouts` None: as many as they like."""
     if silent_for_s > DEAD_AFTER_S:
         silent = format_elapsed(silent_for_s)
         return f"wait for nobody: the trainer's last sign came {silent} ago"
-    if not paced:
+    if not paced or (rollouts is None and not reason):
         return "wait for nobody: no setting bounds what they open"
-    return f"wait: {reason}" if reason else f"may open {format_count(rollouts, 'rollout')} now"
+    return f"wait: {reason}" if reason else f"may open {format_count(rollouts or 0, 'rollout')} now"
