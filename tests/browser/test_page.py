@@ -21,6 +21,7 @@ from support.cli.sample_rollouts import (
 )
 from support.compare.wheels import wheel_source
 from support.proxy.servers import serving
+from support.store.training_steps import trained_step, write_steps
 from support.ui.chromium import Tab, chromium
 from support.ui.policy_versions import add_versions
 from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
@@ -45,10 +46,13 @@ PAGES = {
     "filtered": "/ui/rollouts?task=sort-a-list&tag=split%3Dtrain",
     "rollout": f"/ui/rollouts/{CODING}",
     "tokens": f"/ui/rollouts/{CODING}/turns/1/tokens",
+    "training": "/ui/training",
+    "step": "/ui/training/steps/121",
     "not-found": "/ui/rollouts/nobody",
     "versions": "/ui/versions?version=3",
     "health": "/ui/health",
 }
+CHARTS_DRAWN = "document.querySelector('[data-drawn]') !== null"
 LOOKS = {"wide-light": (1400, 900, False), "phone-dark": (390, 844, True)}
 
 
@@ -60,6 +64,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             opened.append(make())
         opened.append(hostile_rollout())
         add_versions(opened)
+        write_steps(opened, range(4, 121))
+        trained_step(opened, 121)
         yield opened
 
 
@@ -100,6 +106,8 @@ async def test_pages_are_accessible_in_every_look(url: str, axe: str) -> None:
             await tab.look_like(width=width, height=height, dark=dark)
             for name, path in PAGES.items():
                 await tab.open(url + path)
+                if name == "training":
+                    await tab.until(CHARTS_DRAWN)
                 await tab.screenshot(SCREENSHOTS / f"{name}-{look}.png")
                 if wrong := await violations(tab, axe):
                     found[f"{name} {look}"] = wrong
@@ -176,6 +184,53 @@ async def test_rollouts_are_read_by_keys_and_new_ones_are_announced(store: Store
         assert await tab.run("location.pathname") != f"/ui/rollouts/{CODING}"
         await tab.press("?")
         assert await tab.run("document.getElementById('help').open") is True
+
+
+# Which charts have a pixel of this colour.
+_HAVE_COLOUR = """[...document.querySelectorAll('figure:not([hidden]) canvas')].map(canvas => {
+  const wanted = [RGB];
+  const pixels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+  let found = false;
+  for (let at = 0; at < pixels.length && !found; at += 4)
+    found = pixels[at + 3] === 255 && wanted.every((c, n) => Math.abs(c - pixels[at + n]) < 9);
+  return [canvas.closest('figure').dataset.chart, found];
+})"""
+
+
+async def test_charts_are_drawn_and_go_on_with_new_steps(tmp_path: Path) -> None:
+    with Store.open(f"sqlite:///{tmp_path}/store.db") as store:
+        write_steps(store, range(1, 61))
+        page = make_ui(store, sessions=Sessions(None))
+        with serving(Starlette(routes=ui_routes(page))) as url:
+            await _look_at_charts(store, url)
+
+
+async def _look_at_charts(store: Store, url: str) -> None:
+    async with chromium() as tab:
+        for dark, first in ((False, "67,56,202"), (True, "143,138,255")):
+            await tab.look_like(width=1200, height=900, dark=dark)
+            await tab.open(f"{url}/ui/training")
+            await tab.until(CHARTS_DRAWN)
+            found = dict(await tab.run(_HAVE_COLOUR.replace("RGB", first)))
+            drawn = ("reward", "kl", "entropy", "gradient", "staleness", "lags", "ess", "clip")
+            # The first colour is the first series' own, in light and in dark.
+            assert found == dict.fromkeys((*drawn, "gap", "seconds", "push"), True)
+        # The values at the pointer's step stand beside the names.
+        over = "document.querySelector('[data-chart=reward] .u-over')"
+        await tab.run(
+            f"(o => o.dispatchEvent(new MouseEvent('mousemove', {{bubbles: true, clientX:"
+            f" o.getBoundingClientRect().left + 2, clientY: o.getBoundingClientRect().top + 9}})))"
+            f"({over})"
+        )
+        await tab.until(
+            "document.querySelector('[data-chart=kl] [data-at]').textContent[0] === 's'"
+        )
+        assert await tab.run("document.querySelector('[data-at]').textContent") == "step 1"
+        write_steps(store, range(61, 64))
+        await tab.until("document.getElementById('news').textContent === '3 new'")
+        await tab.until("document.querySelector('[data-range]').textContent.endsWith('to 63')")
+        assert await tab.run("document.querySelector('tbody tr a')?.textContent") != "63"
+        assert not tab.said
 
 
 async def test_keys_are_turned_off_and_stay_off(url: str) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Turn
 from tracegrad.store import RolloutSummary
+from tracegrad.store.ledger.intake import DEAD_AFTER_S
 from tracegrad.store.types import HELD_OUT
+from tracegrad.text_format import format_count, format_elapsed
 
 
 def printable(text: str) -> str:
@@ -60,3 +62,14 @@ def training_text(row: RolloutSummary) -> str:
             return f"step {row.consumed_step}"
         return HELD_OUT if row.held_out else "skipped"
     return row.state
+
+
+def intake_text(*, paced: bool, rollouts: int | None, reason: str, silent_for_s: float) -> str:
+    """Whether drivers wait, and for what: of an `IntakeState` of which `silent_for_s` is known.
+    `rollouts` None: as many as they like."""
+    if silent_for_s > DEAD_AFTER_S:
+        silent = format_elapsed(silent_for_s)
+        return f"wait for nobody: the trainer's last sign came {silent} ago"
+    if not paced or (rollouts is None and not reason):
+        return "wait for nobody: no setting bounds what they open"
+    return f"wait: {reason}" if reason else f"may open {format_count(rollouts or 0, 'rollout')} now"

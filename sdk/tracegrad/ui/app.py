@@ -28,7 +28,8 @@ from tracegrad.store.errors import (
 from tracegrad.store.maintenance import DoctorReport
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
-from tracegrad.ui.pages import health, rollout, rollouts, tokens, versions
+from tracegrad.ui.pages import health, rollout, rollouts, step, tokens, training, versions
+from tracegrad.ui.pages.step_batch import read_place
 from tracegrad.ui.paging import WrongLink
 from tracegrad.ui.proxy_state import ProxyState
 from tracegrad.ui.security import (
@@ -66,6 +67,7 @@ class NavigationLink(NamedTuple):
 
 NAVIGATION = (
     NavigationLink("Rollouts", "rollouts"),
+    NavigationLink("Training", "training"),
     NavigationLink("Versions", "versions"),
     NavigationLink("Health", "health"),
 )
@@ -144,6 +146,10 @@ class Pages:
             get("/rollouts/{rollout}/newer", partial(self._neighbour, newer=True)),
             get("/rollouts/{rollout}/older", partial(self._neighbour, newer=False)),
             get("/rollouts/{rollout}/turns/{turn}/tokens", self._turn_tokens),
+            get("/training", self._training),
+            get("/training/series", self._training_series),
+            get("/training/events", self._new_steps),
+            get("/training/steps/{step}", self._step),
             get("/versions", self._versions),
             post("/versions", self._decide),
             get("/health", self._health),
@@ -299,6 +305,34 @@ class Pages:
         values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
         template = "tokens_part.html" if "part" in request.query_params else "tokens.html"
         return await self.page(request, template, path=rollouts.path_of(rollout_id), **values)
+
+    # Training
+
+    async def _training(self, request: Request) -> Response:
+        steps = training.read_steps(_whole_number(request, "steps"))
+        before = _whole_number(request, "before") or None
+        values = await self._run(training.training_values, self._store, steps, before)
+        return await self.page(request, "training.html", **values)
+
+    async def _training_series(self, request: Request) -> Response:
+        steps = training.read_steps(_whole_number(request, "steps"))
+        made = await self._run(training.series_json, self._store, steps)
+        return Response(made, media_type="application/json")
+
+    async def _new_steps(self, request: Request) -> Response:
+        after = _whole_number(request, "after")
+        try:
+            return live.event("step", await self._run(training.new_steps, self._store, after))
+        except StoreUnavailable:
+            return live.nothing()
+
+    async def _step(self, request: Request) -> Response:
+        number = _read_number("step", request.path_params["step"])
+        place = read_place(request.query_params)
+        values = await self._run(step.step_values, self._store, number, place)
+        if values is None:
+            return await self._problem(request, f"there is no step {number}", 404)
+        return await self.page(request, "step.html", **values)
 
     # Versions
 

@@ -11,11 +11,13 @@ from rich.live import Live
 from rich.text import Text
 
 from tracegrad.events import Json
+from tracegrad.inspect.display_text import intake_text
+from tracegrad.inspect.metric_points import has_gap, trained_turns
+from tracegrad.inspect.step_columns import StepColumn, columns_of
 from tracegrad.store import StepRecord
 from tracegrad.store.ledger.intake import DEAD_AFTER_S
 from tracegrad.text_format import format_age, format_count, format_elapsed
 from tracegrad_trainer.cli.status import RunStatus
-from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.utils.console import (
     PlainTable,
     plain_table,
@@ -263,15 +265,14 @@ def _evaluator(found: Json) -> str:
 
 def _drivers(intake: Json) -> str:
     """Whether they wait, for what, and how long they have."""
-    if intake["silent_for_s"] > DEAD_AFTER_S:
-        silent = format_elapsed(intake["silent_for_s"])
-        return f"wait for nobody: the trainer's last sign came {silent} ago"
-    if not intake["paced"]:
-        return "wait for nobody: no setting bounds what they open"
-    now = f"may open {format_count(intake['rollouts'], 'rollout')} now"
-    if intake["reason"]:
-        now = f"wait: {intake['reason']}"
-    if not intake["places"]:
+    now = intake_text(
+        paced=intake["paced"],
+        rollouts=intake["rollouts"],
+        reason=intake["reason"],
+        silent_for_s=intake["silent_for_s"],
+    )
+    is_paced = intake["paced"] and intake["silent_for_s"] <= DEAD_AFTER_S
+    if not (is_paced and intake["places"]):
         return now
     waited = f"waited {format_elapsed(intake['waited_s'])}"
     return f"{now}; {waited} in all for {format_count(intake['places'], 'rollout')}"
@@ -293,29 +294,6 @@ def _reasons(not_trained: Mapping[str, int]) -> PlainTable:
     return shown
 
 
-# Heading, metric, format of a step's line in `trainer status`, the most important first, and what
-# the legend says of it; None: the heading says it.
-_OF_STEP = (
-    ("reward", "reward_mean", ".3f", None),
-    ("spread", "group_spread", ".2f", "deviation of the rewards within a group; 0 teaches nothing"),
-    ("turns", "turns_trained", ".0f", None),
-    ("loss", "loss", "+.3f", None),
-    ("grad", "grad_norm", ".2g", "norm of the gradient before clipping"),
-    ("ent.", "entropy", ".2f", "entropy of the policy, nats a token; near 0 it has stopped to try"),
-    ("k3", "k3", ".0e", "KL of the policy that sampled to the one before the step, nats a token"),
-    (
-        "ess",
-        "ess",
-        ".2f",
-        "effective sample size: share of tokens left by that difference; 1 is all",
-    ),
-    ("clip", "clipped_turn_share", ".0%", "turns with a token whose ratio was clipped"),
-    ("lag", "staleness_mean", ".1f", "versions between the policy that sampled and this one"),
-    ("gap", "gap_mean", ".0e", "mean difference of served and trained log-probabilities, nats"),
-    ("tok/s", "tokens_per_second", "", None),
-)
-
-
 def _bounds(gap: Json) -> str:
     """What it was held against, of pushes that say it."""
     allowed = gap.get("allowed")
@@ -327,49 +305,26 @@ def _bounds(gap: Json) -> str:
 
 
 def _steps(steps: list[Json]) -> PlainTable:
-    """Columns of metrics that none of the steps has are left out."""
     shown = _columns_of(steps)
     lines = PlainTable()
     lines.title, lines.title_justify = "last steps", "left"
     lines.padding = (0, 1, 0, 0)
-    for name in ("step", *(heading for heading, *_ in shown), "ago"):
+    for name in ("step", *(column.heading for column in shown), "ago"):
         lines.add_column(name, justify="right")
     for step in steps:
-        m = step["metrics"]
-        cells = [_cell(_value(m, name), how) for _, name, how, _ in shown]
+        cells = [column.cell(step["metrics"]) for column in shown]
         lines.add_row(str(step["step"]), *cells, format_age(step["created_at"]))
     return lines
 
 
-def _columns_of(steps: list[Json]) -> list[tuple[str, str, str, str | None]]:
-    return [one for one in _OF_STEP if any(one[1] in step["metrics"] for step in steps)]
+def _columns_of(steps: list[Json]) -> list[StepColumn]:
+    return columns_of([step["metrics"] for step in steps])
 
 
 def _legend(steps: list[Json]) -> PlainTable:
     """What the headings of `_steps` stand for."""
     lines = PlainTable(header=False)
-    for heading, _, _, meaning in _columns_of(steps):
-        if meaning is not None:
-            lines.add_row(heading, meaning, style="dim")
+    for column in _columns_of(steps):
+        if column.meaning is not None:
+            lines.add_row(column.heading, column.meaning, style="dim")
     return lines
-
-
-def _value(metrics: Mapping[str, float], name: str) -> float | None:
-    """None: it has no meaning for this step."""
-    if name == "turns_trained":
-        return trained_turns(metrics)
-    return None if name == "gap_mean" and not has_gap(metrics) else metrics.get(name)
-
-
-def _cell(value: float | None, how: str) -> str:
-    """Without `how`: in at most four characters."""
-    if value is None:
-        return "–"
-    if how:
-        return format(value, how)
-    if value < 9999.5:
-        return f"{value:.0f}"
-    for size, unit in ((1e3, "k"), (1e6, "M")):
-        if value < 999.5 * size:
-            return f"{value / size:.{int(value < 9.95 * size)}f}{unit}"
-    return f"{value / 1e9:.0f}G"

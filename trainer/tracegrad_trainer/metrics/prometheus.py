@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from tracegrad_trainer.metrics.names import SECONDS, SKIPPED, find_metric
-from tracegrad_trainer.metrics.points import MetricPoint
+from tracegrad.inspect.metric_points import MetricPoint
+from tracegrad.inspect.step_metrics import SECONDS, SKIPPED, find_metric
 
 PREFIX = "tracegrad_trainer_"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
+from tracegrad.inspect.metric_points import MetricPoint, push_point, step_point
 from tracegrad.store import PolicyVersion, StepRecord
 from tracegrad_trainer.metrics.config import MetricsSettings
-from tracegrad_trainer.metrics.points import MetricPoint, push_point, step_point
 from tracegrad_trainer.metrics.prometheus import PrometheusSink
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tracegrad_trainer.metrics.points import MetricPoint
+from tracegrad.inspect.metric_points import MetricPoint
 
 
 class TensorBoardSink:

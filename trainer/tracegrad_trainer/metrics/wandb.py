@@ -6,8 +6,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from tracegrad.inspect.metric_points import MetricPoint
 from tracegrad_trainer.metrics.config import WandbSettings
-from tracegrad_trainer.metrics.points import MetricPoint
 
 
 class WandbSink:

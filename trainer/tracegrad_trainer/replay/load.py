@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.events import Json
+from tracegrad.inspect.metric_points import current_names, trained_turns
 from tracegrad.store import Group, RolloutSample, StepHistory, StepRecord, Store
 from tracegrad.turn_scopes import TurnScope
 from tracegrad_trainer.engine.checkpoint.manifest import (
@@ -19,7 +20,6 @@ from tracegrad_trainer.engine.checkpoint.manifest import (
     list_checkpoints,
     may_exist,
 )
-from tracegrad_trainer.metrics.points import current_names, trained_turns
 from tracegrad_trainer.rl.committed_checkpoint import CommittedCheckpoint, committed_checkpoint_of
 from tracegrad_trainer.rl.step_inputs import RolloutInputs, StepInputs
 

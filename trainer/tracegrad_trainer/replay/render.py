@@ -10,9 +10,9 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from tracegrad.inspect.metric_points import has_gap, trained_turns
+from tracegrad.inspect.step_metrics import find_metric
 from tracegrad.text_format import format_age, format_count
-from tracegrad_trainer.metrics.names import find_metric
-from tracegrad_trainer.metrics.points import has_gap, trained_turns
 from tracegrad_trainer.replay.load import ReplayCandidate
 from tracegrad_trainer.replay.replay import ReplayResult, advantage_std, by_gradient_share
 from tracegrad_trainer.utils.console import PlainTable, plain_table

@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tracegrad.events import Json
+from tracegrad.inspect.step_metrics import find_metric
 from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store
 from tracegrad_trainer.config.trainer import (
@@ -33,7 +34,6 @@ from tracegrad_trainer.engine.checkpoint.base_model import BaseModelRecord, base
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.launch.torchrun import torchrun_command
 from tracegrad_trainer.losses import PRESETS
-from tracegrad_trainer.metrics.names import find_metric
 from tracegrad_trainer.replay.load import (
     RecordedStep,
     ReplayError,

@@ -9,7 +9,7 @@ from sqlalchemy import Select, Text, cast, func, select
 from tracegrad.store.models import Rollouts, RolloutTags, Steps, TurnLedger
 from tracegrad.store.read.training_samples import load_samples
 from tracegrad.store.read.turn_scopes import load_turn_scopes
-from tracegrad.store.rows import count_rows, load, select_fields
+from tracegrad.store.rows import count_rows, load, rows_of_keys, select_fields
 from tracegrad.store.types import Readable, RolloutSample, StepRecord
 from tracegrad.turn_scopes import TurnScope
 
@@ -35,6 +35,41 @@ class StepHistory:
     def steps(self, limit: int | None = None) -> list[StepRecord]:
         """The last `limit` steps, the oldest of them first."""
         return self._read(select(*_SUMMARY_COLUMNS).order_by(Steps.step.desc()).limit(limit))[::-1]
+
+    def page(self, limit: int, *, before: int | None = None) -> list[StepRecord]:
+        """`limit` steps, the newest first; `before`: of those before this one."""
+        query = select(*_SUMMARY_COLUMNS).order_by(Steps.step.desc()).limit(limit)
+        return self._read(query if before is None else query.where(Steps.step < before))
+
+    def numbers(self, limit: int) -> list[int]:
+        """Of the last `limit` steps, in order."""
+        query = select(Steps.step).order_by(Steps.step.desc()).limit(limit)
+        with self._store.reading() as connection:
+            return list(connection.scalars(query))[::-1]
+
+    def of_numbers(self, numbers: Collection[int]) -> list[StepRecord]:
+        """These steps, in order."""
+        with self._store.reading() as connection:
+            rows = rows_of_keys(connection, select(*_SUMMARY_COLUMNS), Steps.step, numbers)
+            found = [StepRecord(**row._mapping) for row in rows]
+        return sorted(found, key=lambda one: one.step)
+
+    def newest(self) -> int | None:
+        """The last step's number."""
+        with self._store.reading() as connection:
+            return connection.scalar(select(func.max(Steps.step)))
+
+    def neighbours(self, step: int) -> tuple[int | None, int | None]:
+        """The numbers of the steps before and after one."""
+        before = select(func.max(Steps.step)).where(Steps.step < step)
+        after = select(func.min(Steps.step)).where(Steps.step > step)
+        with self._store.reading() as connection:
+            return connection.scalar(before), connection.scalar(after)
+
+    def count_after(self, step: int) -> int:
+        """Steps that were committed since."""
+        with self._store.reading() as connection:
+            return count_rows(connection, Steps, Steps.step > step)
 
     def after(self, step: int) -> list[StepRecord]:
         """The steps after this one, in order."""

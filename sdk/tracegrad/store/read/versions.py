@@ -8,7 +8,7 @@ may serve them again under a new one (`VersionRecord.weights_step` tells).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -16,7 +16,7 @@ from sqlalchemy import Connection, select
 
 from tracegrad.events import Json
 from tracegrad.store.models import Decisions, Steps, VersionEvents
-from tracegrad.store.rows import load, select_fields
+from tracegrad.store.rows import load, rows_of_keys, select_fields
 from tracegrad.store.types import Decision, PolicyVersion
 
 _LOOKED_AT = 20  # rollbacks do not say of which model they are
@@ -179,6 +179,20 @@ def serving_version(connection: Connection) -> int | None:
         .limit(1)
     )
     return connection.scalar(query)
+
+
+def outcomes_of_versions(
+    connection: Connection, versions: Collection[int], state: str
+) -> dict[int, PolicyVersion]:
+    """By version, the last time that it came to be so (`serving`: its push, `evaluated`: its
+    rewards); versions that never did are left out."""
+    query = (
+        select_fields(PolicyVersion, VersionEvents)
+        .where(VersionEvents.state == state)
+        .order_by(VersionEvents.seq)
+    )
+    rows = rows_of_keys(connection, query, VersionEvents.version, versions)
+    return {row.version: PolicyVersion(**row._mapping) for row in rows}
 
 
 def served_model(connection: Connection) -> Json | None:

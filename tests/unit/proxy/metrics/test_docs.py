@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tracegrad.inspect.step_metrics import METRICS as TRAINER_METRICS
 from tracegrad.proxy.metrics.names import PREFIX, metrics_of
-from tracegrad_trainer.metrics.names import METRICS as TRAINER_METRICS
 from tracegrad_trainer.metrics.prometheus import PREFIX as TRAINER_PREFIX
 
 DOCS = Path(__file__).parents[4] / "docs"

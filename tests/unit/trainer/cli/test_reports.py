@@ -15,9 +15,10 @@ from rich.console import Console
 
 from support.trainer.step_samples import SEVERAL, rollout, train, trained, trainer_settings
 from tracegrad.events import Turn
+from tracegrad.inspect.step_columns import StepColumn
 from tracegrad.store import StepRecord, Store
 from tracegrad_trainer.cli import dry_run
-from tracegrad_trainer.cli.render_status import _cell, format_step_line
+from tracegrad_trainer.cli.render_status import format_step_line
 from tracegrad_trainer.replay.load import list_candidates
 from tracegrad_trainer.replay.render import render_candidates
 from tracegrad_trainer.replay.replay import ReplayRequest, replay
@@ -81,7 +82,8 @@ def test_a_gap_of_no_tokens_is_not_shown() -> None:
     ],
 )
 def test_tokens_a_second_take_four_characters(value: float | None, shown: str) -> None:
-    assert _cell(value, "") == shown
+    column = StepColumn("tok/s", "tokens_per_second", "", None)
+    assert column.cell({"tokens_per_second": value}) == shown
     assert len(shown) <= 4
 
 

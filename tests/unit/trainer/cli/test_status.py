@@ -23,6 +23,7 @@ from support.proxy.servers import eventually
 from support.store.intake_requests import intake_request
 from support.trainer.step_samples import rollout
 from tracegrad.events import Event, RolloutStarted
+from tracegrad.inspect import step_columns
 from tracegrad.store import Ledger, PolicyVersion, StepRecord, Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
@@ -389,7 +390,7 @@ def test_headings_of_steps_have_a_legend_that_the_docs_have_too(
     commit(store, 1)
     text = printed(collect_status(store, tmp_path), width)
     page = (Path(__file__).parents[4] / "docs" / "metrics.md").read_text()
-    explained = [one for one in render_status._OF_STEP if one[3] is not None]
+    explained = [one for one in step_columns._COLUMNS if one.meaning is not None]
     assert {heading for heading, *_ in explained} >= {"spread", "ent.", "k3", "ess", "clip", "gap"}
     for heading, metric, _, meaning in explained:
         assert f"{heading} {meaning}" in [" ".join(line.split()) for line in text.splitlines()]

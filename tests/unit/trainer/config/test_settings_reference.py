@@ -16,6 +16,7 @@ import pytest
 import typer
 
 from tracegrad.environment import INTERNAL_VARIABLES, PROGRAM_VARIABLES, SDK_VARIABLES
+from tracegrad.inspect.step_metrics import find_metric
 from tracegrad.proxy.cli import proxy_command
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.settings_sources import SettingsError
@@ -27,7 +28,6 @@ from tracegrad_trainer.config.settings_file import (
     toml_value,
 )
 from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
-from tracegrad_trainer.metrics.names import find_metric
 
 ROOT = Path(__file__).resolve().parents[4]
 OPTIONAL = {table.name for table in settings_tables() if table.optional}

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from support.trainer.step_samples import fill, train, trainer_settings
+from tracegrad.inspect.metric_points import current_names, step_point
+from tracegrad.inspect.step_metrics import SECTIONS
 from tracegrad.store import StepHistory, Store
 from tracegrad_trainer.cli.status import collect_status
 from tracegrad_trainer.engine.distributed import take_peak_memory
 from tracegrad_trainer.engine.peak_flops import throughput_metrics
 from tracegrad_trainer.metrics import METRICS, find_metric
-from tracegrad_trainer.metrics.names import SECTIONS
-from tracegrad_trainer.metrics.points import current_names, step_point
 
 DOCS = Path(__file__).parents[4] / "docs" / "metrics.md"
 

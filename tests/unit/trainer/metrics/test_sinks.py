@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from support.proxy.servers import eventually
 from support.system.log_lines import our_lines
+from tracegrad.inspect.metric_points import MetricPoint, push_point, step_point
 from tracegrad.store import PolicyVersion, StepRecord
 from tracegrad_trainer.metrics import MetricSinks, MetricsSettings, WandbSettings
-from tracegrad_trainer.metrics.points import MetricPoint, push_point, step_point
 from tracegrad_trainer.metrics.prometheus import PrometheusSink
 
 METRICS: dict[str, Any] = {

@@ -1,0 +1,239 @@
+"""The charts of training: which metrics each shows, and their numbers, for scripts and as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad.inspect.display_text import format_number
+from tracegrad.inspect.metric_points import has_gap, push_point
+from tracegrad.store import PolicyVersion, StepHistory, StepRecord, Store
+from tracegrad.store.read.versions import outcomes_of_versions
+from tracegrad.text_format import format_duration
+
+# Of more steps every second, third, … is read and drawn: a chart is some 500 pixels wide.
+MOST_POINTS = 500
+# Series of a chart; of more the smallest are one.
+MOST_SERIES = 8
+# Of held-out rollouts, by the version that a step's weights became.
+_SUCCESS = "evaluated/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """`lines`: metrics, each with what it is called. `family`: all metrics that begin so."""
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...] = ()
+    family: str | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """The parts of a family add up."""
+        return self.family is not None
+
+
+CHARTS = (
+    Chart(
+        "reward",
+        "Reward",
+        "reward",
+        (("reward_mean", "mean of the batch"), (_SUCCESS, "held-out, when evaluated")),
+    ),
+    Chart("kl", "KL, sampled to trained", "nats", (("k1", "k1"), ("k3", "k3"))),
+    Chart(
+        "reference",
+        "KL to the reference",
+        "nats",
+        (("kl_reference_k1", "k1"), ("kl_reference", "k3")),
+    ),
+    Chart("entropy", "Entropy", "nats", (("entropy", "of the policy"),)),
+    Chart("gradient", "Gradient norm", "norm", (("grad_norm", "before clipping"),)),
+    Chart(
+        "staleness",
+        "Staleness",
+        "versions",
+        (("staleness_mean", "mean"), ("staleness_max", "largest")),
+    ),
+    Chart("lags", "Tokens by lag", "share", family="lag_share_"),
+    Chart("ess", "Effective sample size", "share", (("ess", "of the tokens"),)),
+    Chart("clip", "Turns that were clipped", "share", (("clipped_turn_share", "of the turns"),)),
+    Chart(
+        "gap",
+        "Served against trained",
+        "nats",
+        (("gap_mean", "mean gap"), ("gap_p50", "median"), ("gap_p99", "99 %")),
+    ),
+    Chart("seconds", "Where the time went", "s", family="seconds/"),
+    Chart(
+        "push",
+        "Weight pushes",
+        "s",
+        (("push/seconds", "push"), ("push/paused_s", "no token"), ("push/held_s", "calls held")),
+    ),
+)
+
+_FAMILIES = tuple(chart.family for chart in CHARTS if chart.family is not None)
+_WANTED = frozenset(
+    {metric for chart in CHARTS for metric, _ in chart.lines} | {"gap_max", "gap_tokens"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A number a step, None where it has none. `last`, `least` and `greatest` are texts."""
+
+    label: str
+    values: list[float | None]
+    last: str
+    least: str
+    greatest: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnChart:
+    """No series: there is nothing to draw."""
+
+    chart: Chart
+    series: list[Series]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """`every`: of how many steps one is drawn, beside the last one."""
+
+    steps: list[int]
+    every: int
+    charts: list[DrawnChart]
+
+    def as_json(self) -> Json:
+        return {
+            "steps": self.steps,
+            "every": self.every,
+            "charts": {
+                one.chart.name: {
+                    "unit": one.chart.unit,
+                    "stacked": one.chart.stacked,
+                    "series": [
+                        {
+                            "label": each.label,
+                            "values": each.values,
+                            "texts": [each.last, each.least, each.greatest],
+                        }
+                        for each in one.series
+                    ],
+                }
+                for one in self.charts
+            },
+        }
+
+
+def draw_charts(store: Store, steps: int) -> Drawn:
+    """Of the last `steps` steps."""
+    history = StepHistory(store)
+    numbers = history.numbers(steps)
+    every = -(-len(numbers) // MOST_POINTS) or 1
+    # By their numbers, so that the same steps are drawn again when there is one more.
+    kept = [n for n in numbers if n % every == 0 or n == numbers[-1]] if every > 1 else numbers
+    records = history.of_numbers(kept)
+    points = _points(store, records)
+    charts = [DrawnChart(chart, _series(chart, points)) for chart in CHARTS]
+    return Drawn([one.step for one in records], every, charts)
+
+
+def _points(store: Store, records: Sequence[StepRecord]) -> list[dict[str, float]]:
+    """The finite numbers of each step, and of the version that it became."""
+    versions = [one.version for one in records]
+    with store.reading() as connection:
+        pushes = outcomes_of_versions(connection, versions, "serving")
+        evaluated = outcomes_of_versions(connection, versions, "evaluated")
+    found = []
+    for record in records:
+        values = step_numbers(record)
+        if (push := pushes.get(record.version)) is not None:
+            values |= finite_numbers(push_point(push).values)
+        if (evaluation := evaluated.get(record.version)) is not None:
+            values |= _success(evaluation)
+        found.append(values)
+    return found
+
+
+def step_numbers(record: StepRecord) -> dict[str, float]:
+    """Those that charts show: a step has a hundred, and a page hundreds of steps."""
+    metrics = record.metrics
+    chosen: dict[str, Any] = {name: metrics.get(name) for name in _WANTED}
+    for prefix in _FAMILIES:
+        table = metrics.get(prefix[:-1]) if prefix.endswith("/") else None
+        if isinstance(table, Mapping):
+            chosen |= {prefix + name: value for name, value in table.items()}
+    chosen |= {name: value for name, value in metrics.items() if name.startswith(_FAMILIES)}
+    values = finite_numbers(chosen)
+    if not has_gap(values):  # a gap of no tokens means nothing
+        values = {name: value for name, value in values.items() if not name.startswith("gap_")}
+    return values
+
+
+def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _success(evaluation: PolicyVersion) -> dict[str, float]:
+    return finite_numbers({_SUCCESS: evaluation.detail.get("mean_candidate")})
+
+
+def _series(chart: Chart, points: Sequence[Mapping[str, float]]) -> list[Series]:
+    """Those that have a number at some step."""
+    columns = [
+        (label, [point.get(metric) for point in points]) for metric, label in chart.lines
+    ] + (_family(chart.family, points) if chart.family is not None else [])
+    return [
+        _made(label, values, chart.unit)
+        for label, values in columns
+        if any(value is not None for value in values)
+    ]
+
+
+def _family(
+    prefix: str, points: Sequence[Mapping[str, float]]
+) -> list[tuple[str, list[float | None]]]:
+    """One a name, those with the largest sums; what the others add up to is the last."""
+    sums: dict[str, float] = {}
+    for point in points:
+        for name, value in point.items():
+            if name.startswith(prefix):
+                sums[name] = sums.get(name, 0.0) + value
+    by_size = sorted(sums, key=lambda name: -sums[name])
+    few = len(by_size) <= MOST_SERIES
+    shown = sorted(by_size if few else by_size[: MOST_SERIES - 1])
+    rest = [] if few else by_size[MOST_SERIES - 1 :]
+    found = [(name.removeprefix(prefix), [p.get(name) for p in points]) for name in shown]
+    return found + ([("others", [_sum(p, rest) for p in points])] if rest else [])
+
+
+def _sum(point: Mapping[str, float], names: Iterable[str]) -> float | None:
+    known = [point[name] for name in names if name in point]
+    return sum(known) if known else None
+
+
+def _made(label: str, values: list[float | None], unit: str) -> Series:
+    known = [value for value in values if value is not None]
+    texts = (shown_value(value, unit) for value in (known[-1], min(known), max(known)))
+    return Series(label, values, *texts)
+
+
+def shown_value(value: float, unit: str) -> str:
+    """As people read a number of this unit; the unit itself only where it is part of that."""
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "s" and value >= 0:
+        return format_duration(value)
+    return format_number(value)
