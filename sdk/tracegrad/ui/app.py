@@ -27,7 +27,7 @@ from tracegrad.store.errors import (
 )
 from tracegrad.ui import live
 from tracegrad.ui.environment import STATIC_FOLDER, make_environment, render
-from tracegrad.ui.pages import rollout, rollouts, tokens
+from tracegrad.ui.pages import rollout, rollouts, task, tasks, tokens
 from tracegrad.ui.paging import WrongLink
 from tracegrad.ui.security import (
     BASE,
@@ -60,7 +60,7 @@ class NavigationLink(NamedTuple):
     path: str
 
 
-NAVIGATION = (NavigationLink("Rollouts", "rollouts"),)
+NAVIGATION = (NavigationLink("Rollouts", "rollouts"), NavigationLink("Tasks", "tasks"))
 
 
 async def _no_tokenizer() -> None:
@@ -123,6 +123,9 @@ class Pages:
             get("/rollouts/{rollout}/newer", partial(self._neighbour, newer=True)),
             get("/rollouts/{rollout}/older", partial(self._neighbour, newer=False)),
             get("/rollouts/{rollout}/turns/{turn}/tokens", self._turn_tokens),
+            get("/tasks", self._tasks),
+            post("/tasks", self._decide),
+            get("/tasks/{task_id:path}", self._task),
             Mount("/static", _Static(directory=STATIC_FOLDER)),
             get("/{rest:path}", self._missing),
         ]
@@ -134,7 +137,7 @@ class Pages:
                 return await endpoint(request)
             except Refused as refused:
                 return await self._problem(request, str(refused), refused.status)
-            except UnknownRollout as unknown:
+            except (UnknownRollout, task.UnknownTask) as unknown:
                 return await self._problem(request, str(unknown), 404)
             except AmbiguousRollout:
                 return await self._search(request, request.path_params["rollout"])
@@ -274,6 +277,56 @@ class Pages:
         values = tokens.tokens_values(view, request.query_params.get("by", "probability"))
         template = "tokens_part.html" if "part" in request.query_params else "tokens.html"
         return await self.page(request, template, path=rollouts.path_of(rollout_id), **values)
+
+    # Tasks
+
+    async def _tasks(self, request: Request) -> Response:
+        sought = request.query_params.get("task", "")
+        if sought:
+            path = tasks.path_of(sought)
+            if path.startswith(f"{tasks.PATH}/"):
+                return RedirectResponse(path, 303)
+            return await self._task_page(request, sought)
+        before = request.query_params.get("before")
+        values = await self._run(tasks.list_values, self._store, before)
+        return await self.page(request, "tasks.html", **values)
+
+    async def _task(self, request: Request) -> Response:
+        task_id = request.path_params["task_id"]
+        if not task_id:
+            return RedirectResponse(tasks.PATH, 303)
+        return await self._task_page(request, task_id)
+
+    async def _task_page(
+        self, request: Request, task_id: str, *, error: str | None = None
+    ) -> Response:
+        """`error`: why what was decided about it does not hold."""
+        query = request.query_params.multi_items()
+        success = task.read_success(request.query_params.get("success"))
+        compared = [value for name, value in query if name == "compare"]
+        turn = _whole_number(request, "turn")
+        view = await self._run(task.task_view, self._store, task_id, success, compared, turn)
+        values = task.task_values(view, success, query, error=error)
+        return await self.page(request, "task.html", 400 if error else 200, **values)
+
+    async def _decide(self, request: Request, form: dict[str, str]) -> Response:
+        decision = tasks.read_decision(form, self._who_decides())
+        try:
+            return RedirectResponse(await self._run(tasks.record, self._store, decision), 303)
+        except ValueError as error:
+            said = str(error)
+        if decision.subject == "task":
+            try:
+                return await self._task_page(request, decision.subject_id, error=said)
+            except task.UnknownTask:
+                pass  # the list says it
+        values = await self._run(partial(tasks.list_values, self._store, None, error=said))
+        return await self.page(request, "tasks.html", 400, **values)
+
+    def _who_decides(self) -> str:
+        """Sessions have no names: it was somebody with the admin key, or where there is none,
+        somebody."""
+        return "ui:admin_key" if self._sessions.asks_for_key else "ui"
 
 
 def _whole_number(request: Request, name: str) -> int:
