@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, func, literal, select
-from sqlalchemy.orm import aliased
+from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from tracegrad.store.expressions import SCORED_OUTCOMES, has_turns, latest_reward
 from tracegrad.store.filters import RolloutFilter
@@ -50,7 +50,9 @@ def load_attempts(connection: Connection, rollout_ids: Sequence[str]) -> list[At
     ]
 
 
-def _attempts(tag: ColumnElement[str | None]) -> Select[*tuple[Any, ...]]:
+def _attempts(
+    tag: ColumnElement[str | None] | InstrumentedAttribute[str],
+) -> Select[*tuple[Any, ...]]:
     """Those that ended and say something of the policy, the oldest first."""
     per_rollout = Turns.rollout_id == Rollouts.rollout_id
     return (

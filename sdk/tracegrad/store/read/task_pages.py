@@ -169,6 +169,6 @@ def last_responses(connection: Connection, rollout_ids: Collection[str]) -> dict
     last = select(func.max(Turns.seq)).group_by(Turns.rollout_id)
     numbers = [seq for (seq,) in rows_of_keys(connection, last, Turns.rollout_id, rollout_ids)]
     columns = (Turns.rollout_id, Turns.turn_id, Turns.request, Turns.response)
-    rows = list(rows_of_keys(connection, select(*columns), Turns.seq, numbers))
+    rows: list[Any] = list(rows_of_keys(connection, select(*columns), Turns.seq, numbers))
     placed = load_shared_texts(connection, [row.turn_id for row in rows])
     return {row.rollout_id: unpack_turn_content(row, placed).response for row in rows}
