@@ -12,12 +12,12 @@ from pathlib import Path
 
 from jinja2 import Environment
 
-from bench.ui.big_store import BEGAN, make_store
+from bench.ui.big_store import BEGAN, TASKS, make_store
 from bench.ui.long_rollout import LONG, add_long_rollout
 from tracegrad.store import Store
 from tracegrad.store.read.rollout_pages import RolloutKey
 from tracegrad.ui.environment import make_environment, render
-from tracegrad.ui.pages import rollout, rollouts, tokens
+from tracegrad.ui.pages import rollout, rollouts, task, tasks, tokens
 from tracegrad.ui.paging import write_key
 
 LISTS: dict[str, dict[str, str]] = {
@@ -54,6 +54,7 @@ def main() -> None:
             _report(
                 f"list: {name}", _list(store, environment, asked, given.rollouts), given.repeats
             )
+        _report_tasks(store, environment, given.rollouts, given.repeats)
         query = rollouts.read_query([])
         newest = write_key(RolloutKey(BEGAN + given.rollouts - 4, ""))
         _report("3 new?", lambda: rollouts.count_new(store, query, newest), given.repeats)
@@ -68,6 +69,33 @@ def main() -> None:
         last = given.turns - 1
         _report("tokens of a turn", lambda: tokens.tokens_view(store, LONG, last, 0, None),
                 max(3, given.repeats // 4))  # fmt: skip
+
+
+def _report_tasks(store: Store, environment: Environment, count: int, repeats: int) -> None:
+    places = {
+        "newest": None,
+        "the last": write_key(RolloutKey(BEGAN + count - TASKS + 20, "")),
+        "behind the last": write_key(RolloutKey(BEGAN + count / 2, "")),
+    }
+    for name, before in places.items():
+        _report(f"tasks: {name}", _tasks(store, environment, before), repeats)
+    first, second = (f"{number:012x}{'0' * 20}" for number in (17, TASKS + 17))
+    _report("a task", _task(store, environment, []), repeats)
+    _report(
+        "a task, two attempts side by side", _task(store, environment, [first, second]), repeats
+    )
+
+
+def _tasks(store: Store, environment: Environment, before: str | None) -> Callable[[], object]:
+    return lambda: render(environment, "tasks.html", **_FRAME, **tasks.list_values(store, before))
+
+
+def _task(store: Store, environment: Environment, compared: list[str]) -> Callable[[], object]:
+    def made() -> str:
+        view = task.task_view(store, "task-17", task.read_success(None), compared, 0)
+        return render(environment, "task.html", **_FRAME, **task.task_values(view, 0.5, []))
+
+    return made
 
 
 def _list(

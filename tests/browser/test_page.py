@@ -21,15 +21,19 @@ from support.cli.sample_rollouts import (
 )
 from support.compare.wheels import wheel_source
 from support.proxy.servers import serving
+from support.store.events import make_turn, rollout_events
 from support.store.training_steps import trained_step, write_steps
 from support.ui.chromium import Tab, chromium
 from support.ui.policy_versions import add_versions
-from support.ui.untrusted_texts import HOSTILE_ROLLOUT, hostile_rollout, payload_pieces
-from tracegrad.events import RolloutStarted
+from support.ui.untrusted_texts import HOSTILE_ROLLOUT, PAYLOADS, hostile_rollout, payload_pieces
+from tracegrad.events import Event, Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.proxy import create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store import GroupCommitWriter, Store
+from tracegrad.store.ledger.quarantine import decide
+from tracegrad.store.read.task_health import TaskDecision
 from tracegrad.ui.app import make_ui, ui_routes
+from tracegrad.ui.pages.tasks import path_of
 from tracegrad.ui.pages.tokens import ReadTokens
 from tracegrad.ui.security import Sessions
 from tracegrad.ui.single_file import rollout_html
@@ -46,6 +50,9 @@ PAGES = {
     "filtered": "/ui/rollouts?task=sort-a-list&tag=split%3Dtrain",
     "rollout": f"/ui/rollouts/{CODING}",
     "tokens": f"/ui/rollouts/{CODING}/turns/1/tokens",
+    "tasks": "/ui/tasks",
+    "task": "/ui/tasks/sum",
+    "compared": "/ui/tasks/sum?compare=sum-0&compare=sum-1&compare=sum-2",
     "training": "/ui/training",
     "step": "/ui/training/steps/121",
     "not-found": "/ui/rollouts/nobody",
@@ -56,6 +63,62 @@ CHARTS_DRAWN = "document.querySelector('[data-drawn]') !== null"
 LOOKS = {"wide-light": (1400, 900, False), "phone-dark": (390, 844, True)}
 
 
+def set_some_tasks_aside(store: Store) -> None:
+    """Attempts at one task, of which some succeed; a task and an image that do not work."""
+    for number in range(24):
+        store.append(sum_attempt(number))
+    for number in range(9):
+        name, at = f"broken-{number}", 1_780_000_000.0 + number
+        failed = rollout_events(
+            name, task="build/the image", at=at, outcome=Outcome.ENV_ERROR, tags={"image": "img:3"}
+        )
+        store.append(failed)
+    for kind, name in (("task", "build/the image"), ("image", "img:3")):
+        decision = TaskDecision(
+            subject="image" if kind == "image" else "task",
+            subject_id=name,
+            kind="quarantine",
+            by="me@here",
+            reason="its base image is gone from the registry, so that every attempt fails",
+            created_at=time.time(),
+        )
+        decide(store, decision)
+
+
+def sum_attempt(number: int) -> list[Event]:
+    name, at = f"sum-{number}", 1_790_000_000.0 + 60 * number
+    question = {"role": "user", "content": "What is the sum of the primes below 20?"}
+    first = {"role": "assistant", "content": "2 + 3 + 5 + 7 + 11 + 13 + 17 + 19"}
+    more = {"role": "user", "content": "And as one number?"}
+    last = {
+        "role": "assistant",
+        "content": "It is 77." if number % 3 else "It is 75: I add them up.",
+    }
+    turns = [[question], [question, first, more]]
+    events: list[Event] = [
+        RolloutStarted(
+            rollout_id=name, task_id="sum", task={"question": question["content"]}, opened_at=at
+        )
+    ]
+    behind = None
+    for place, (messages, reply) in enumerate(zip(turns, (first, last), strict=True)):
+        behind = make_turn(
+            f"{name}.{place}",
+            name,
+            parent=behind,
+            version=number // 8,
+            created_at=at + place,
+            request={"model": "m", "messages": messages},
+            response={"choices": [{"index": 0, "message": reply}]},
+        )
+        events.append(behind)
+    return [
+        *events,
+        Reward(rollout_id=name, value=float(number % 3 > 0), created_at=at + 2),
+        RolloutFinished(rollout_id=name, finished_at=at + 3),
+    ]
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with Store.open(f"sqlite:///{tmp_path_factory.mktemp('ui')}/store.db") as opened:
@@ -63,6 +126,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         for make in makers:
             opened.append(make())
         opened.append(hostile_rollout())
+        set_some_tasks_aside(opened)
         add_versions(opened)
         write_steps(opened, range(4, 121))
         trained_step(opened, 121)
@@ -128,6 +192,8 @@ async def test_nothing_that_an_agent_wrote_runs(store: Store, url: str, tmp_path
         f"{url}/ui/rollouts",
         f"{url}/ui/rollouts/{HOSTILE_ROLLOUT}",
         f"{url}/ui/rollouts/{HOSTILE_ROLLOUT}/turns/0/tokens",
+        f"{url}/ui/tasks",
+        f"{url}{path_of(PAYLOADS[8])}?compare={HOSTILE_ROLLOUT}",
         one_file.as_uri(),
     ]
     async with chromium() as tab:

@@ -107,7 +107,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "tracegrad.ui": (
         "paging proxy_state security",
         "environment",
-        "live pages",
+        "live pages frame",
+        "endpoints",
         "app single_file",
     ),
     "tracegrad.cli": (

@@ -30,7 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
 # The newest migration. Kept here so that opening a current store does not import Alembic.
-REVISION = "0021"
+REVISION = "0022"
 
 
 class Text(TypeDecorator[str]):
@@ -89,7 +89,7 @@ class Rollouts(Base):
     rollout_id: Mapped[str] = mapped_column(primary_key=True)
     opened: Mapped[bool]
     opened_at: Mapped[float] = mapped_column(index=True)
-    task_id: Mapped[str | None] = mapped_column(index=True)
+    task_id: Mapped[str | None]
     agent: Mapped[str | None]
     task: Mapped[Any | None]
     outcome: Mapped[str | None]
@@ -108,7 +108,11 @@ class Rollouts(Base):
     # Who opened it said that it is never to be trained; null before revision 0017.
     held_out: Mapped[bool | None]
 
-    __table_args__ = (Index(None, "consumed_at", "finished_at"),)
+    # Of a task that has most of a million rollouts, the newest are found without the others.
+    __table_args__ = (
+        Index(None, "consumed_at", "finished_at"),
+        Index(None, "task_id", "opened_at"),
+    )
 
 
 class Outcomes(Base):

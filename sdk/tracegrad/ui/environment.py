@@ -14,6 +14,7 @@ from tracegrad.text_format import cut_text, format_age, format_count, format_dur
 from tracegrad.ui.security import BASE, STATIC
 
 STATIC_FOLDER = Path(__file__).parent / "static"
+_HEALTH_CLASS = {"ok": "plain", "suspect": "warn", "quarantined": "bad"}
 _OUTCOME_CLASS = {"completed": "good", "agent_error": "bad", "budget": "warn", "open": "live"}
 
 
@@ -40,6 +41,7 @@ def make_environment() -> Environment:
         "line": one_line,
         "cut": lambda text, width: cut_text(one_line(text), width),
         "outcome_class": lambda outcome: _OUTCOME_CLASS.get(str(outcome), "other"),
+        "health_class": lambda state: _HEALTH_CLASS[str(state)],
     }
     made.globals |= {"base": BASE, "static": _static_url, "single_file": False}
     return made

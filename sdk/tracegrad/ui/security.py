@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 import time
 from collections.abc import Iterable
 from urllib.parse import parse_qsl, quote, unquote
@@ -138,11 +137,6 @@ def is_secure(request: Request) -> bool:
     """Whether the browser's own connection is encrypted, as far as is known."""
     forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip()
     return "https" in (request.url.scheme, forwarded)
-
-
-def who_acts() -> str:
-    """Who made a decision on the page: whoever has the admin key, which says no names."""
-    return f"ui@{socket.gethostname()}"
 
 
 class FormTokens:

@@ -178,7 +178,7 @@ def test_tokens_have_their_probability_version_and_disposition(
         tokens = turn_tokens(connection, f"{CODING}.1")
     assert tokens is not None
     assert page.count('<span class="t ') == len(tokens.sampled)
-    assert 'class="t b0 k-waiting c-none v0"' in page
+    assert 'class="t b0 k-waiting a-none v0"' in page
     assert "log-probability -0.100 · probability 90.48% · version 3" in page
     part = client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?part=1&by=version").text
     assert part.lstrip().startswith('<div class="tokens by-version"')
@@ -190,18 +190,18 @@ def test_trained_tokens_have_their_advantage(store: Store, browse: Browse) -> No
     trained_samples(store)
     client = browse()
     below = client.get(f"/ui/rollouts/{CODING}/turns/0/tokens?by=advantage").text
-    assert below.count("k-trained c3") == below.count('<span class="t ')
+    assert below.count("k-trained a3") == below.count('<span class="t ')
     assert "trained in step 12, advantage -1.25" in text_of(below)
-    assert "c-zero" in client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?by=advantage").text
+    assert "a-zero" in client.get(f"/ui/rollouts/{CODING}/turns/1/tokens?by=advantage").text
     unknown = client.get(f"/ui/rollouts/{CODING}/turns/2/tokens?by=advantage").text
-    assert "c-none" in unknown
+    assert "a-none" in unknown
     assert "not known: this turn has none" in text_of(unknown)
 
 
 @pytest.mark.parametrize(
     ("advantage", "colour"),
-    [(None, "c-none"), (0.0, "c-zero"), (1e-12, "c-zero"), (1.0, "c0"), (0.2, "c1"),
-     (-0.2, "c2"), (-1.0, "c2"), (-1.01, "c3"), (-1e30, "c3")],
+    [(None, "a-none"), (0.0, "a-zero"), (1e-12, "a-zero"), (1.0, "a0"), (0.2, "a1"),
+     (-0.2, "a2"), (-1.0, "a2"), (-1.01, "a3"), (-1e30, "a3")],
 )  # fmt: skip
 def test_advantages_have_colours(advantage: float | None, colour: str) -> None:
     assert credit_class(advantage) == colour

@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from support.ui.untrusted_texts import HOSTILE_ROLLOUT, PAYLOADS, hostile_rollout, payload_pieces
 from tracegrad.store import Store
+from tracegrad.ui.pages.tasks import path_of
 from tracegrad.ui.single_file import rollout_html
 
 Browse = Callable[..., TestClient]
@@ -54,6 +55,8 @@ def test_a_link_to_elsewhere_is_seen(link: str) -> None:
         "/ui/rollouts",
         f"/ui/rollouts/{HOSTILE_ROLLOUT}",
         f"/ui/rollouts/{HOSTILE_ROLLOUT}/turns/0/tokens",
+        "/ui/tasks",
+        f"{path_of(PAYLOADS[8])}?compare={HOSTILE_ROLLOUT}",
         "one file",
     ],
 )

@@ -103,9 +103,9 @@ def test_a_form_decides_and_the_decision_is_open_until_the_trainer_acts(
     assert answer.headers["location"] == f"/ui/versions#decision-{decision.seq}"
     assert (decision.kind, decision.version, decision.training) == ("rollback", 1, "pause")
     assert decision.reason == "replies are empty"
-    assert decision.by.startswith("ui@")
+    assert decision.by == "ui"
     shown = row_of(client.get("/ui/versions").text, f"decision-{decision.seq}")
-    assert "rollback 1 open ui@" in shown
+    assert "rollback 1 open ui " in shown
     assert "no trainer has acted on it yet" in shown
 
 

@@ -86,6 +86,24 @@ def page_of_rollouts(
     )
 
 
+def find_rollouts(
+    connection: Connection,
+    passing: ColumnElement[bool],
+    *,
+    before: RolloutKey | None = None,
+    limit: int,
+    search_s: float = SEARCH_S,
+    clock: Callable[[], float] = monotonic,
+) -> tuple[list[RolloutKey], float | None]:
+    """Those behind `before` that pass a condition of `Rollouts`, the newest first, at most `limit`;
+    and how far the search came where it ended for want of time."""
+    search = _Search(connection, RolloutFilter(), search_s, clock, passing=passing)
+    ids, searched_to = search.run(before, limit)
+    query = select(Rollouts.opened_at, Rollouts.rollout_id).order_by(*newest_first())
+    rows = connection.execute(query.where(Rollouts.rollout_id.in_(ids)))
+    return [RolloutKey(*row) for row in rows], searched_to
+
+
 def next_rollout(
     connection: Connection,
     wanted: RolloutFilter,
@@ -103,7 +121,7 @@ def next_rollout(
 
 def newest_key(connection: Connection) -> RolloutKey | None:
     """Of all rollouts; None: there is none."""
-    query = select(Rollouts.opened_at, Rollouts.rollout_id).order_by(*_newest_first()).limit(1)
+    query = select(Rollouts.opened_at, Rollouts.rollout_id).order_by(*newest_first()).limit(1)
     row = connection.execute(query).one_or_none()
     return RolloutKey(*row) if row is not None else None
 
@@ -139,7 +157,8 @@ def ids_beginning_with(connection: Connection, prefix: str, *, limit: int) -> li
 @dataclass(frozen=True, slots=True)
 class _Search:
     """Looks for rollouts that pass a filter, from a key on and for `search_s` at most. `upwards`:
-    towards newer ones, the oldest first. `stop`: downwards, no further than to this one."""
+    towards newer ones, the oldest first. `stop`: downwards, no further than to this one.
+    `passing`: a condition besides the filter's."""
 
     connection: Connection
     wanted: RolloutFilter
@@ -147,10 +166,11 @@ class _Search:
     clock: Callable[[], float]
     upwards: bool = False
     stop: RolloutKey | None = None
+    passing: ColumnElement[bool] | None = None
 
     def run(self, key: RolloutKey | None, limit: int) -> tuple[list[str], float | None]:
         """At most `limit` ids, and how far the search came where that was not to its end."""
-        if self.wanted.matches_all or self._is_of_small_task():
+        if self._matches_all() or self._is_of_small_task():
             return list(self.connection.scalars(self._ids(key, limit))), None
         key = self._first_key(key)
         began, look, found = self.clock(), _FIRST_LOOK, list[str]()
@@ -169,6 +189,9 @@ class _Search:
             if now - began + 2 * (now - started) > self.search_s:
                 return found, end
             look *= 2
+
+    def _matches_all(self) -> bool:
+        return self.wanted.matches_all and self.passing is None
 
     def _is_of_small_task(self) -> bool:
         """A task's rollouts are found by an index, which has them in no order."""
@@ -203,8 +226,10 @@ class _Search:
     def _ids(self, key: RolloutKey | None, limit: int, *, by_moment: bool = False) -> Select[str]:
         """`by_moment`: of a few moments, so that the index of tasks is of no use."""
         passes = self.wanted.where(by_task_index=not by_moment)
+        if self.passing is not None:
+            passes = and_(passes, self.passing)
         query = select(Rollouts.rollout_id).where(self._beyond(key), passes)
-        order = _oldest_first() if self.upwards else _newest_first()
+        order = _oldest_first() if self.upwards else newest_first()
         return query.order_by(*order).limit(limit)
 
     def _beyond(self, key: RolloutKey | None) -> ColumnElement[bool]:
@@ -217,7 +242,7 @@ class _Search:
         return Rollouts.opened_at <= moment if self.upwards else Rollouts.opened_at >= moment
 
 
-def _newest_first() -> tuple[ColumnElement[float], ColumnElement[str]]:
+def newest_first() -> tuple[ColumnElement[float], ColumnElement[str]]:
     return Rollouts.opened_at.desc(), Rollouts.rollout_id.desc()
 
 

@@ -26,7 +26,7 @@ class StepTurn(NamedTuple):
     sampled_tokens: int
     step: int | None
     skip_reason: str | None
-    advantage: float | None = None
+    advantage: float | None
 
 
 BEFORE_FIRST = TurnKey(-1, -1)
@@ -44,6 +44,7 @@ def turns_of_step(
             Turns.completion_tokens,
             TurnLedger.step,
             TurnLedger.skip_reason,
+            TurnLedger.advantage,
         )
         .outerjoin(TurnLedger, TurnLedger.turn_id == Turns.turn_id)
         .where(Turns.rollout_id == rollout_id, Turns.seq > after.seq)
@@ -58,6 +59,7 @@ def turns_of_step(
             sampled_tokens=row.completion_tokens,
             step=row.step,
             skip_reason=row.skip_reason,
+            advantage=row.advantage,
         )
         for number, row in enumerate(connection.execute(query), after.number + 1)
     ]

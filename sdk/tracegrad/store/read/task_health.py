@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, exists, func, select
-from sqlalchemy.orm import aliased
+from sqlalchemy import ColumnElement, Connection, Select, and_, exists, func, or_, select
+from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from tracegrad.events import Json, Outcome
 from tracegrad.protocol import IMAGE_TAG
@@ -78,7 +78,8 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDecision:
-    """`by` is user@host, or a rule's name (`FAILS`, `EQUAL_REWARD`), which has `evidence`."""
+    """`by` is user@host, the web page (`ui`, `ui:admin_key`), or a rule's name (`FAILS`,
+    `EQUAL_REWARD`), which has `evidence`."""
 
     subject: SubjectKind
     subject_id: str
@@ -147,12 +148,17 @@ class _Attempt:
 
 
 def subject_health(
-    connection: Connection, subjects: Collection[Subject], rule: QuarantineRule = DEFAULT_RULE
+    connection: Connection,
+    subjects: Collection[Subject],
+    rule: QuarantineRule = DEFAULT_RULE,
+    *,
+    opened_from: Mapping[str, float] | None = None,
 ) -> list[SubjectHealth]:
-    """How each stands, in their order."""
-    decided = _last_decisions(connection, subjects)
-    attempts = _newest_attempts(connection, subjects, rule.looked_at)
-    tried = _tried_at(connection, subjects)
+    """How each stands, in their order. `opened_from`: of these tasks, which have very many
+    attempts, those that were opened earlier are not looked at."""
+    decided = last_decisions(connection, subjects)
+    attempts = _newest_attempts(connection, subjects, rule.looked_at, opened_from or {})
+    tried = _tried_at(connection, subjects, opened_from or {})
     found = []
     for subject in subjects:
         last, of_it = decided.get(subject), attempts.get(subject, [])
@@ -274,6 +280,8 @@ def _others_succeeded(connection: Connection, subject: Subject, since: float) ->
             Rollouts.outcome.in_(SCORED_OUTCOMES),
             ~func.coalesce(mine, False),
         )
+        # One that ended lately was most likely opened lately; no index has the ends alone.
+        .order_by(Rollouts.opened_at.desc())
         .limit(1)
     )
     return connection.scalar(query) is not None
@@ -287,9 +295,10 @@ def _ran_in(images: Collection[str]) -> ColumnElement[bool]:
     )
 
 
-def _last_decisions(
+def last_decisions(
     connection: Connection, subjects: Collection[Subject]
 ) -> dict[Subject, TaskDecision]:
+    """Of those about which something was decided."""
     found: dict[Subject, TaskDecision] = {}
     query = select_fields(TaskDecision, TaskDecisions).order_by(TaskDecisions.seq)
     for kind, ids in _by_kind(subjects).items():
@@ -314,13 +323,16 @@ def quarantined(connection: Connection) -> list[Subject]:
 
 
 def _newest_attempts(
-    connection: Connection, subjects: Collection[Subject], most: int
+    connection: Connection,
+    subjects: Collection[Subject],
+    most: int,
+    opened_from: Mapping[str, float],
 ) -> dict[Subject, list[_Attempt]]:
     """Those that ended, the newest first; what was aborted says nothing."""
     found: dict[Subject, list[_Attempt]] = {}
     for kind, ids in _by_kind(subjects).items():
         for some in chunks(ids):
-            for row in connection.execute(_ranked(kind, some, most)).mappings():
+            for row in connection.execute(_ranked(kind, some, most, opened_from)).mappings():
                 values = dict(row)
                 subject = Subject(kind, values.pop("subject"))
                 values["held_out"] = bool(values["held_out"])
@@ -328,7 +340,9 @@ def _newest_attempts(
     return found
 
 
-def _ranked(kind: SubjectKind, ids: Sequence[str], most: int) -> Select[*tuple[Any, ...]]:
+def _ranked(
+    kind: SubjectKind, ids: Sequence[str], most: int, opened_from: Mapping[str, float]
+) -> Select[*tuple[Any, ...]]:
     """The newest `most` of each, by one pass over the rows of these; rewards are looked up for
     those alone."""
     tag = aliased(RolloutTags)
@@ -340,7 +354,7 @@ def _ranked(kind: SubjectKind, ids: Sequence[str], most: int) -> Select[*tuple[A
         of_image = (tag.rollout_id == Rollouts.rollout_id) & (tag.key == IMAGE_TAG)
         ended = ended.join(tag, of_image)
     newest = ended.where(
-        subject.in_(ids),
+        _is_one_of(subject, kind, ids, opened_from),
         Rollouts.finished_at.is_not(None),
         Rollouts.outcome != Outcome.ABORTED.value,
     ).subquery()
@@ -367,7 +381,20 @@ def _ranked(kind: SubjectKind, ids: Sequence[str], most: int) -> Select[*tuple[A
     )
 
 
-def _tried_at(connection: Connection, subjects: Collection[Subject]) -> dict[Subject, float]:
+def _is_one_of(
+    subject: InstrumentedAttribute[Any],
+    kind: SubjectKind,
+    ids: Sequence[str],
+    opened_from: Mapping[str, float],
+) -> ColumnElement[bool]:
+    bounded = [one for one in ids if kind == "task" and one in opened_from]
+    newer = [and_(subject == one, Rollouts.opened_at >= opened_from[one]) for one in bounded]
+    return or_(subject.in_([one for one in ids if one not in {*bounded}]), *newer)
+
+
+def _tried_at(
+    connection: Connection, subjects: Collection[Subject], opened_from: Mapping[str, float]
+) -> dict[Subject, float]:
     """When the newest attempt was opened, ended or not."""
     found: dict[Subject, float] = {}
     for kind, ids in _by_kind(subjects).items():
@@ -377,7 +404,8 @@ def _tried_at(connection: Connection, subjects: Collection[Subject]) -> dict[Sub
             if kind == "image":
                 query = query.join(RolloutTags, RolloutTags.rollout_id == Rollouts.rollout_id)
                 query = query.where(RolloutTags.key == IMAGE_TAG)
-            for name, at in connection.execute(query.where(subject.in_(some))):
+            where = _is_one_of(subject, kind, some, opened_from)
+            for name, at in connection.execute(query.where(where)):
                 found[Subject(kind, str(name))] = at
     return found
 

@@ -46,7 +46,12 @@ _HELD = (
 _OPENING = (
     update(Rollouts)
     .where(Rollouts.rollout_id == bindparam("which"))
-    .values(opened=true(), task_id=func.coalesce(bindparam("given_task_id"), Rollouts.task_id))
+    .values(
+        opened=true(),
+        task_id=func.coalesce(
+            bindparam("given_task_id", type_=Rollouts.task_id.type), Rollouts.task_id
+        ),
+    )
 )
 # What somebody reports counts before what was inferred, until training has taken the rollout.
 _FINISHING = (

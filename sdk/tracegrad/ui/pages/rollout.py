@@ -40,6 +40,7 @@ from tracegrad.store.read.rollout_outline import (
     with_texts,
 )
 from tracegrad.store.read.task_titles import input_text, title_of_task
+from tracegrad.ui.pages import tasks
 from tracegrad.ui.pages.messages import (
     SHORT,
     LeftOut,
@@ -222,6 +223,7 @@ def rollout_values(view: RolloutView, query: ListQuery) -> dict[str, Any]:
         "view": view,
         "row": view.detail.summary,
         "path": here,
+        "task": tasks.path_of(view.detail.summary.task_id or ""),
         "up": link(PATH, query.pairs),
         "newer": link(f"{here}/newer", query.pairs),
         "older": link(f"{here}/older", query.pairs),

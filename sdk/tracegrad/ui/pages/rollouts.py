@@ -24,6 +24,7 @@ from tracegrad.store.read.rollout_pages import (
 )
 from tracegrad.store.read.task_titles import title_of_task
 from tracegrad.store.types import RolloutSummary
+from tracegrad.ui.pages import tasks
 from tracegrad.ui.paging import PAGE, Query, link, read_key, write_key
 from tracegrad.ui.security import BASE
 
@@ -96,6 +97,7 @@ class ListedRollout:
     row: RolloutSummary
     title: str | None
     href: str
+    task: str | None  # where its task is shown
 
     @property
     def outcome(self) -> str:
@@ -145,6 +147,7 @@ def _listed(row: RolloutSummary, page: RolloutPage, query: ListQuery) -> ListedR
         row,
         title_of_task(row.task_id, page.asked.get(row.rollout_id)),
         link(path_of(row.rollout_id), query.pairs),
+        tasks.path_of(row.task_id) if row.task_id is not None else None,
     )
 
 

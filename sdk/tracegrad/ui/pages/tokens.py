@@ -130,12 +130,12 @@ def view_of(
 
 
 def credit_class(advantage: float | None) -> str:
-    """The colour of an advantage: c0 to c3 as CREDITS, `c-zero`; `c-none` where none is known."""
+    """The colour of an advantage: a0 to a3 as CREDITS, `a-zero`; `a-none` where none is known."""
     if advantage is None:
-        return "c-none"
+        return "a-none"
     if abs(advantage) < _ROUNDING:
-        return "c-zero"
-    return f"c{next(n for n, (least, _) in enumerate(CREDITS) if advantage >= least)}"
+        return "a-zero"
+    return f"a{next(n for n, (least, _) in enumerate(CREDITS) if advantage >= least)}"
 
 
 def _token(

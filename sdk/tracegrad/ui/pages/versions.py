@@ -15,7 +15,7 @@ from tracegrad.store import Decision, StepHistory, Store
 from tracegrad.store.read.versions import VersionHistory, VersionRecord
 from tracegrad.store.types import DecisionKind
 from tracegrad.ui.paging import PAGE, WrongLink, link
-from tracegrad.ui.security import BASE, who_acts
+from tracegrad.ui.security import BASE
 
 PATH = f"{BASE}/versions"
 MOST_DECISIONS = 50
@@ -169,7 +169,7 @@ def _guards(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(metrics[name]) for name in names if metrics.get(name) is not None}
 
 
-def read_decision(fields: Mapping[str, str]) -> Decision:
+def read_decision(fields: Mapping[str, str], by: str) -> Decision:
     """What a form asks for. ValueError names the field."""
     kind = fields.get("kind", "")
     if kind not in get_args(DecisionKind):
@@ -184,14 +184,14 @@ def read_decision(fields: Mapping[str, str]) -> Decision:
         kind=cast("DecisionKind", kind),
         version=int(text) if text else None,
         training=training,
-        by=who_acts(),
+        by=by,
         reason=fields["reason"].strip(),
     )
 
 
-def decide(store: Store, fields: Mapping[str, str]) -> int:
+def decide(store: Store, fields: Mapping[str, str], by: str) -> int:
     """Write it down; its number. ValueError: it cannot be, with the field or the reason."""
-    decision = read_decision(fields)
+    decision = read_decision(fields, by)
     store.version_history().check_possible(decision, store.open_decisions())
     return store.decide(decision)
 
