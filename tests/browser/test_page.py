@@ -129,7 +129,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
         set_some_tasks_aside(opened)
         add_versions(opened)
         write_steps(opened, range(4, 121))
-        trained_step(opened, 121)
+        trained_step(opened, 121, advantages={"t0.0.0": -0.75, "t0.1.0": 0.5})
         yield opened
 
 

@@ -59,6 +59,16 @@ def test_its_batch_says_what_became_of_each_turn(store: Store, browse: Browse) -
     assert "Advantage" not in said, "the store has none"
 
 
+def test_turns_have_the_advantage_that_they_were_trained_with(store: Store, browse: Browse) -> None:
+    trained_step(store, advantages={"t0.0.0": -0.75, "t0.1.0": 0.5})
+    said = text(browse().get("/ui/training/steps/1").text)
+    assert "Advantage" in said
+    assert said.count("turn 0 2 trained -0.750") == 1
+    assert said.count("turn 0 2 trained +0.500") == 1
+    assert said.count("turn 0 2 trained –") == 2, "not known"
+    assert said.count("turn 1 2 stale –") == 4
+
+
 def test_rewards_of_turns_are_those_that_training_used(store: Store, browse: Browse) -> None:
     batch = [
         {"group_id": "g", "rollouts": [

@@ -9,14 +9,14 @@ from tracegrad.store.read.versions import outcomes_of_versions
 
 
 def test_turns_of_a_rollout_are_paged_in_order_of_capture(store: Store) -> None:
-    trained_step(store)
+    trained_step(store, advantages={"t0.0.0": -0.75})
     with store.reading() as connection:
         first = turns_of_step(connection, "t0.0", limit=1)
         rest = turns_of_step(connection, "t0.0", first[0].key, limit=5)
         assert turns_of_step(connection, "t0.0", rest[-1].key, limit=5) == []
         assert turns_of_step(connection, "nobody", limit=5) == []
-    found = [(t.key.number, t.turn_id, t.step, t.skip_reason) for t in (*first, *rest)]
-    assert found == [(0, "t0.0.0", 1, None), (1, "t0.0.1", None, "stale")]
+    found = [(t.key.number, t.turn_id, t.step, t.skip_reason, t.advantage) for t in (*first, *rest)]
+    assert found == [(0, "t0.0.0", 1, None, -0.75), (1, "t0.0.1", None, "stale", None)]
     assert [turn.sampled_tokens for turn in (*first, *rest)] == [2, 2]
 
 
