@@ -206,7 +206,7 @@ async def test_nothing_that_an_agent_wrote_runs(store: Store, url: str, tmp_path
                 " for (const type of ['mouseover', 'focus', 'pointerover'])"
                 "  e.dispatchEvent(new Event(type, {bubbles: true})); }); 0"
             )
-            if place.endswith(HOSTILE_ROLLOUT):
+            if place.endswith(f"/ui/rollouts/{HOSTILE_ROLLOUT}"):
                 await tab.run("document.querySelector('a.tokens-link').click()")
                 await tab.until("document.querySelector('[data-tokens]')")
             assert await tab.run("typeof window.owned") == "undefined", place
