@@ -244,7 +244,7 @@ def test_doctor_ends_with_0_where_all_is_well_and_with_1_where_not(kept: str) ->
 
 
 def test_doctor_fixes(kept: str) -> None:
-    corrupt(kept, "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
+    corrupt(kept, "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1, NULL)")
     assert run(kept, "doctor").exit_code == 1
     result = run(kept, "doctor", "--fix")
     assert result.exit_code == 0

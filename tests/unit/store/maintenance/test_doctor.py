@@ -50,7 +50,7 @@ def test_a_store_that_was_taken_care_of_is_silent(store: Store) -> None:
         ("UPDATE turns SET parent_id = 'x'", "turns 1", "parent_id is x, and turns has none"),
         ("UPDATE rewards SET rollout_id = 'x'", "rewards 1", "rollout_id is x"),
         (
-            "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)",
+            "INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1, NULL)",
             "turn_ledger x",
             "turn_id is x, and turns has none",
         ),
@@ -200,7 +200,7 @@ def test_what_only_refers_to_something_gone_is_fixed_without_a_loss(
     turns = conversation()
     store.append([*turns, Reward(rollout_id="r", value=1.0)])
     breaks("DELETE FROM rollouts")
-    breaks("INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1)")
+    breaks("INSERT INTO turn_ledger VALUES ('x', NULL, 'late', 1, NULL)")
     assert not look(store).ok
     report = look(store, fix=True)
     assert report.ok
