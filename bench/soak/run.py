@@ -37,7 +37,7 @@ SETTINGS: Mapping[str, object] = {
     "batches.drop_equal_reward": "false",
     "proxy.workers": WORKERS,
     # A cache that still fills looks like a leak.
-    "proxy.cache_mib": 16,
+    "proxy.cache_mib": 4,
 }
 
 

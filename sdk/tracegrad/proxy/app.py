@@ -22,6 +22,7 @@ from tracegrad.chat.token_pieces import token_pieces
 from tracegrad.events import Json
 from tracegrad.host_memory import keep_returning_memory
 from tracegrad.protocol import TRACES_PATH
+from tracegrad.proxy.auth.feedback_origins import FeedbackOrigins
 from tracegrad.proxy.auth.middleware import Authenticator, AuthMiddleware, Caller
 from tracegrad.proxy.auth.origin_check import OriginCheck
 from tracegrad.proxy.auth.rollout_attribution import MOST_TRACES, TraceIndex
@@ -225,6 +226,8 @@ def create_app(
     app.router.routes += ui_routes(page)
     extend_openapi(app)
     app.add_middleware(AuthMiddleware, access=access, bodies=bodies, shape=_error_body)
+    if settings.feedback_origins:
+        app.add_middleware(FeedbackOrigins, origins=settings.feedback_origins)
     if others is not None:
         app.add_middleware(CatchUp, others=others)
     return app

@@ -26,6 +26,7 @@ ADMIN_KEY_LENGTH = 16
 
 _visible = re.compile(r"[!-~]+")
 _hook = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+_origin = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?)(:[0-9]{1,5})?")
 _host = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?")
 # Variables that are not TRACEGRAD_PROXY_<NAME>.
 _VARIABLES = {"store": STORE_VARIABLE, "admin_key": "TRACEGRAD_API_KEY"}
@@ -183,6 +184,12 @@ class ProxySettings(FileSettings):
         " admin key is asked for, such as host.docker.internal; other names may be a web page's",
     )
 
+    feedback_origins: list[str] = Field(
+        [],
+        description="origins of web pages that may post to /api/feedback from a browser, such as"
+        " https://app.example, with a key for events of the rollout; see docs/proxy.md",
+    )
+
     workers: int = Field(
         1,
         ge=1,
@@ -318,6 +325,18 @@ class ProxySettings(FileSettings):
                     f"{name!r} is not a host name or an address: give no scheme, port or path"
                 )
         return names
+
+    @field_validator("feedback_origins")
+    @classmethod
+    def _origins_are_origins(cls, value: list[str]) -> list[str]:
+        origins = [origin.lower() for origin in value]
+        for origin in origins:
+            if _origin.fullmatch(origin) is None:
+                raise ValueError(
+                    f"{origin!r} is not an origin: give scheme, host and port as browsers do,"
+                    " https://app.example or http://localhost:3000, without a path"
+                )
+        return origins
 
     @field_validator("admin_key", "control_key", "metrics_key")
     @classmethod

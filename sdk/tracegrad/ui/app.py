@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from tracegrad.store import Store
+from tracegrad.ui.endpoints.feedback_script import feedback_script_route
 from tracegrad.ui.endpoints.health import FindsState, HealthEndpoints
 from tracegrad.ui.endpoints.login import LoginEndpoints
 from tracegrad.ui.endpoints.rollouts import FindsTokens, RolloutEndpoints
@@ -47,6 +48,7 @@ def make_ui(
             *TrainingEndpoints(frame).routes(),
             *VersionEndpoints(frame).routes(),
             *HealthEndpoints(frame, find_state).routes(),
+            feedback_script_route(),
             Mount("/static", _Static(directory=STATIC_FOLDER)),
             frame.get("/{rest:path}", frame.missing),
         ],

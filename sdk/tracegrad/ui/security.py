@@ -27,6 +27,7 @@ from tracegrad.key_derivation import sign_text
 BASE = "/ui"
 LOGIN = f"{BASE}/login"
 STATIC = f"{BASE}/static/"
+FEEDBACK_SCRIPT = f"{BASE}/feedback.js"
 
 READING = frozenset({"GET", "HEAD"})
 
@@ -112,7 +113,7 @@ def needs_no_key(method: str, path: str) -> bool:
     """What a browser asks for before anybody has logged in."""
     if method == "POST":
         return path == LOGIN
-    return method in READING and (path == LOGIN or path.startswith(STATIC))
+    return method in READING and (path in (LOGIN, FEEDBACK_SCRIPT) or path.startswith(STATIC))
 
 
 def login_location(scope: Scope) -> str | None:
@@ -203,7 +204,7 @@ class PageHeaders:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
-                    headers[name] = value
+                    headers.setdefault(name, value)
                 if "cache-control" not in headers:
                     headers["cache-control"] = "no-store"
             await send(message)

@@ -55,6 +55,12 @@ def test_without_a_session_a_person_is_led_to_the_form_and_a_program_is_told(
     assert client.post("/ui/logout").status_code == 401
     assert client.get("/ui/login").status_code == 200
     assert client.get("/ui/static/ui.css").status_code == 200
+    script = client.get("/ui/feedback.js", headers={"origin": "https://app.example"})
+    assert script.status_code == 200
+    assert script.headers["access-control-allow-origin"] == "*"
+    assert script.headers["cross-origin-resource-policy"] == "cross-origin"
+    assert "immutable" not in script.headers["cache-control"]
+    assert client.get("/ui/feedback.js/x", headers={"accept": "*/*"}).status_code == 401
     assert client.get("/ui/session", headers={"accept": "text/plain"}).status_code == 401
 
 
