@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tracegrad.events import Json
+from tracegrad.inspect.metric_points import finite_number
 from tracegrad.store import Decision
 
 
@@ -38,12 +39,12 @@ def evaluation_text(found: Json | None) -> str:
     if found is None:
         return ""
     means = [
-        "–" if found[name] is None else f"{found[name]:.2f}"
+        "–" if (mean := finite_number(found.get(name))) is None else f"{mean:.2f}"
         for name in ("mean_candidate", "mean_baseline")
     ]
+    counts = [found.get(name, "?") for name in ("n_candidate", "n_baseline")]
     return (
-        f"{found['verdict']}: {means[0]} of {found['n_candidate']} against {means[1]} of"
-        f" {found['n_baseline']}"
+        f"{found.get('verdict', '?')}: {means[0]} of {counts[0]} against {means[1]} of {counts[1]}"
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from tracegrad.events import Turn
 from tracegrad.store import RolloutSummary
 from tracegrad.store.ledger.intake import DEAD_AFTER_S
 from tracegrad.store.types import HELD_OUT
-from tracegrad.text_format import format_count, format_elapsed
+from tracegrad.text_format import format_count, format_duration, format_elapsed
 
 
 def printable(text: str) -> str:
@@ -32,6 +33,17 @@ def clip(text: str, *, lines: int, characters: int) -> str:
 
 def format_number(value: float) -> str:
     return f"{value:.4g}"
+
+
+def metric_text(value: float, unit: str) -> str:
+    """As people read a metric of this unit; the unit itself only where it is part of that."""
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "share":
+        return f"{value:.1%}"
+    if unit == "s" and value >= 0:
+        return format_duration(value)
+    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else format_number(value)
 
 
 def format_ranges(numbers: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,15 @@ class MetricPoint:
     values: dict[str, float]
 
 
+def finite_number(value: object) -> float | None:
+    """What a store's JSON may hold in its place is None: a text, NaN, an integer beyond floats."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
 def step_point(record: StepRecord) -> MetricPoint:
     values = {VERSION: float(record.version), **dict(_numbers("", record.metrics))}
     return MetricPoint(record.step, record.created_at, values)
@@ -36,11 +46,11 @@ def step_point(record: StepRecord) -> MetricPoint:
 
 def push_point(version: PolicyVersion) -> MetricPoint:
     """What the check of a push found: how far served and trained log-probabilities are apart."""
-    gap = version.detail.get("gap") or {}
-    seconds = version.detail.get("seconds", {})
+    gap, seconds = (_table(version.detail.get(name)) for name in ("gap", "seconds"))
+    known = [took for took in map(finite_number, seconds.values()) if took is not None]
     found = {
-        "failed": float(version.state == "failed"),
-        "seconds": sum(seconds.values()),
+        "failed": version.state == "failed",
+        "seconds": math.fsum(known),
         **{f"seconds/{stage}": took for stage, took in seconds.items()},
         "paused_s": version.detail.get("paused_s"),
         "held_s": version.detail.get("held_s"),
@@ -50,15 +60,20 @@ def push_point(version: PolicyVersion) -> MetricPoint:
         "gap_p99": gap.get("p99"),
         "gap_max": gap.get("max"),
     }
-    values = {f"{PUSH}/{name}": value for name, value in found.items() if value is not None}
+    numbers = {f"{PUSH}/{name}": finite_number(value) for name, value in found.items()}
+    values = {name: value for name, value in numbers.items() if value is not None}
     return MetricPoint(version.step or 0, version.created_at, values)
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _numbers(prefix: str, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in metrics.items():
         if isinstance(value, Mapping):
             yield from _numbers(f"{prefix}{name}/", value)
-        elif isinstance(value, int | float):
+        elif isinstance(value, float) or finite_number(value) is not None:
             yield prefix + name, float(value)
 
 

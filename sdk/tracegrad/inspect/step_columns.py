@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tracegrad.inspect.metric_points import has_gap, trained_turns
+from tracegrad.inspect.metric_points import finite_number, has_gap, trained_turns
+
+_LONGEST = 20  # characters of what is no number
 
 
 class StepColumn(NamedTuple):
@@ -20,9 +21,10 @@ class StepColumn(NamedTuple):
 
     def cell(self, metrics: Mapping[str, Any]) -> str:
         value = self._value(metrics)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return "–" if value is None else str(value)
-        return format(value, self.how) if self.how else _short(value)
+        number = finite_number(value)
+        if number is None:
+            return "–" if value is None else str(value)[:_LONGEST]
+        return format(number, self.how) if self.how else _short(number)
 
     def _value(self, metrics: Mapping[str, Any]) -> Any:
         """None: it has no meaning for this step."""

@@ -53,6 +53,6 @@ def whole_number(request: Request, name: str) -> int:
 
 def read_number(name: str, text: str) -> int:
     """Raises WrongLink."""
-    if not (text.isdecimal() and len(text) <= 9):
+    if not (text.isdecimal() and text.isascii() and len(text) <= 9):
         raise WrongLink(f"{name}: {text[:40]!r} is no whole number of at most 9 digits")
     return int(text)

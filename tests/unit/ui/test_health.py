@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
@@ -14,15 +15,18 @@ from support.cli.sample_rollouts import trained_samples
 from support.store.events import rollout_events
 from support.store.ledger_fixtures import fill
 from support.ui.policy_versions import decided
+from tracegrad.events import Json
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
 from tracegrad.proxy.metrics.names import DOWN, UP
 from tracegrad.proxy.metrics.proxy_state import proxy_state
 from tracegrad.store import Ledger, StepRecord, Store
-from tracegrad.store.ledger.readiness import newest_states
+from tracegrad.store.ledger.readiness import NewestStates, newest_states
 from tracegrad.ui.app import make_ui, ui_routes
-from tracegrad.ui.pages.health import QUEUE, DoctorDesk
+from tracegrad.ui.pages import health
+from tracegrad.ui.pages.health import _COMPOSING, QUEUE, DoctorDesk
 from tracegrad.ui.proxy_state import ProxyState
 from tracegrad.ui.security import Sessions
+from tracegrad_trainer.rewards.config import COMPOSING
 
 from .conftest import token_in
 from .test_rollout import text_of
@@ -58,7 +62,8 @@ def test_the_proxy_says_how_it_is(store: Store) -> None:
     said = text_of(page)
     assert "2 workers: 11, 12" in said
     assert "Version served 7 weights are being pushed" in said
-    assert "3 in flight; waiting: gate 2" in said
+    assert "3 in flight; waiting for weights (gate), a model server (engine)" in said
+    assert "a place (intake): gate 2" in said
     assert "2xx 1,200 · 5xx 4" in said
     assert "1,190; not trainable: greedy 10" in said
     assert "Turns lost refused 1" in said
@@ -124,9 +129,46 @@ def test_the_queue_is_counted_up_to_a_bound(store: Store) -> None:
         every = newest_states(connection, {}, compared=True, most=QUEUE)
         some = newest_states(connection, {}, compared=True, most=4)
         alone = newest_states(connection, {"split": "none"}, compared=True, most=QUEUE)
-    assert every == {"waiting": 6, "open": 1}
-    assert some == {"waiting": 4, "open": 1}
-    assert alone == {"not_selected": 7}
+    assert every == NewestStates({"waiting": 6, "open": 1}, is_cut=False)
+    assert some == NewestStates({"waiting": 4, "open": 1}, is_cut=True)
+    assert alone == NewestStates({"not_selected": 7}, is_cut=False)
+
+
+def test_a_queue_that_was_not_looked_at_whole_says_so(
+    store: Store, browse: Browse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(store, tasks=2, size=2)
+    assert "Not all of them" not in text_of(browse().get("/ui/health").text)
+    monkeypatch.setattr(health, "QUEUE", 3)
+    said = text_of(browse().get("/ui/health").text)
+    assert "of the 3 that were opened last, and of the 3 that ended last" in said
+
+
+def test_a_composed_reward_waits_for_its_sum(store: Store, browse: Browse) -> None:
+    """As the trainer's own count has it."""
+    fill(store, tasks=1, size=2)
+    settings = {"batches": {"group_size": 2}, "rewards": {"functions": {"good": "rules:good"}}}
+    last = StepRecord(step=1, version=1, settings=settings)
+    Ledger(store).commit_step(last, trained=[], skipped={}, rollouts=[])
+    said = text_of(browse().get("/ui/health").text)
+    assert "no reward 2" in said
+    assert "waiting 2" not in said
+    assert set(_COMPOSING) == set(COMPOSING), "as the trainer has it"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"data": []}, {"data": {"tags": ["a"]}}, {"data": {"tags": {"a": 1}}}, {"batches": [2]},
+     {"batches": {"group_size": "many"}}, {"rewards": "none"}],
+)  # fmt: skip
+def test_settings_that_cannot_be_read_cost_no_page(
+    store: Store, browse: Browse, settings: Json
+) -> None:
+    last = StepRecord(step=1, version=1, settings=settings)
+    Ledger(store).commit_step(last, trained=[], skipped={}, rollouts=[])
+    answer = browse().get("/ui/health")
+    assert answer.status_code == 200
+    assert "The last step's settings cannot be read" in text_of(answer.text)
 
 
 def test_the_store_is_checked_when_asked(store: Store, tmp_path: Path, browse: Browse) -> None:

@@ -200,8 +200,8 @@ def test_trained_tokens_have_their_advantage(store: Store, browse: Browse) -> No
 
 @pytest.mark.parametrize(
     ("advantage", "colour"),
-    [(None, "a-none"), (0.0, "a-zero"), (1e-12, "a-zero"), (1.0, "a0"), (0.2, "a1"),
-     (-0.2, "a2"), (-1.0, "a2"), (-1.01, "a3"), (-1e30, "a3")],
+    [(None, "a-none"), (float("nan"), "a-none"), (0.0, "a-zero"), (1e-12, "a-zero"),
+     (1.0, "a0"), (0.2, "a1"), (-0.2, "a2"), (-1.0, "a2"), (-1.01, "a3"), (-1e30, "a3")],
 )  # fmt: skip
 def test_advantages_have_colours(advantage: float | None, colour: str) -> None:
     assert credit_class(advantage) == colour

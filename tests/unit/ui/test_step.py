@@ -19,8 +19,8 @@ from support.store.training_steps import (
     write_steps,
 )
 from support.ui.untrusted_texts import PAYLOADS
-from tracegrad.events import RolloutStarted
-from tracegrad.store import Ledger, Store
+from tracegrad.events import Json, RolloutStarted
+from tracegrad.store import Ledger, PolicyVersion, Store
 from tracegrad.store.models import TurnLedger
 from tracegrad.ui.pages import step_batch
 
@@ -156,12 +156,52 @@ def test_the_commands_make_the_step_again(store: Store, browse: Browse) -> None:
     made = [shlex.split(one) for one in commands(page)]
     assert made[0] == ["trainer", "replay", "3", "--state-dir", folder, "--turns"]
     assert made[1][-2:] == ["--preset", "dapo"], "it was trained with gspo"
-    assert made[2][-2:] == ["--set", "objective.clip_high=0.28"]
+    assert made[2][-2:] == ["--set", "batches.max_staleness=0"]
     assert "the checkpoint of step 1" in text(page)
     assert "the steps since, to step 2, are trained again first" in text(page)
     first = browse().get("/ui/training/steps/2").text
     assert shlex.split(commands(first)[1])[-1] == "gspo"
     assert "trained again first" not in text(first)
+
+
+def test_its_push_is_the_one_that_brought_its_weights(store: Store, browse: Browse) -> None:
+    """A rollback serves a version again, within no time."""
+    commit(Ledger(store), step=1)
+    first = {"bytes": 4_000_000, "seconds": {"write": 90.0, "load": 10}, "paused_s": 0.25}
+    for at, detail in ((1e9, first), (2e9, {"seconds": {"load": 0.5}})):
+        store.record_version(PolicyVersion(1, 1, "serving", created_at=at, detail=detail))
+    page = browse().get("/ui/training/steps/1")
+    assert page.status_code == 200
+    assert "that a push took 100.0 s" in text(page.text)
+    assert "brought to the engine 4,000,000 bytes" in text(page.text)
+    assert "served from 2001-" in text(page.text)
+
+
+def test_a_push_that_failed_says_so(store: Store, browse: Browse) -> None:
+    commit(Ledger(store), step=1)
+    store.record_version(PolicyVersion(1, 1, "failed", detail={"seconds": {"write": 2.0}}))
+    said = text(browse().get("/ui/training/steps/1").text)
+    assert "its push failed" in said
+    assert "the version before is served 1 0 or 1" in said
+
+
+@pytest.mark.parametrize(
+    "detail",
+    [{"seconds": None}, {"seconds": "long"}, {"gap": [1]}, {"paused_s": "short", "bytes": "many"},
+     {"seconds": {"write": 10**400}}],
+)  # fmt: skip
+def test_what_a_push_wrote_oddly_costs_no_page(store: Store, browse: Browse, detail: Json) -> None:
+    commit(Ledger(store), step=1, metrics={"loss": 10**400, "reward_mean": 10**400})
+    store.record_version(PolicyVersion(1, 1, "serving", detail=detail))
+    for path in ("/ui/training/steps/1", "/ui/training", "/ui/training/series"):
+        assert browse().get(path).status_code == 200, path
+
+
+def test_turns_behind_one_are_of_a_rollout(store: Store, browse: Browse) -> None:
+    trained_step(store)
+    answer = browse().get("/ui/training/steps/1?after=1~0")
+    assert answer.status_code == 400
+    assert "after: it is of one rollout; name that too" in text(answer.text)
 
 
 def test_a_step_that_cannot_be_replayed_says_why(store: Store, browse: Browse) -> None:
@@ -180,7 +220,7 @@ def test_a_step_whose_turns_were_removed_cannot_be_replayed(store: Store, browse
         gone = update(TurnLedger).where(TurnLedger.turn_id == "t0.0.0")
         connection.execute(gone.values(step=None, skip_reason="x"))
     page = client.get("/ui/training/steps/1").text
-    assert "1 turn that it trained were removed" in text(page)
+    assert "of the turns that it trained 1 are gone" in text(page)
 
 
 def test_a_damaged_batch_is_said(store: Store, browse: Browse) -> None:

@@ -97,6 +97,27 @@ def test_figures_are_those_of_the_attempts(store: Store, browse: Browse) -> None
     assert f"newest {LOOKED_AT}" not in page
 
 
+def test_the_list_and_the_task_count_the_same_attempts(store: Store, browse: Browse) -> None:
+    """What an environment's failure was rewarded with says nothing of the policy."""
+    for n in range(8):
+        failed = {"outcome": Outcome.ENV_ERROR, "reward": 0.0} if n % 2 else {"reward": 1.0}
+        store.append(rollout_events(f"r{n}", task="sum", at=1e9 + n, **failed))
+    store.append(rollout_events("empty", task="sum", at=2e9, reward=0.0, turns=0))
+    client = browse()
+    listed = client.get("/ui/tasks").text
+    assert "100.0%" in listed
+    assert "100.0%" in client.get("/ui/tasks/sum").text
+    assert "50.0%" not in listed
+
+
+def test_a_task_without_a_name_has_a_page(store: Store, browse: Browse) -> None:
+    client = browse()
+    assert "Tasks" in client.get("/ui/tasks?task=").text, "the form as it was"
+    store.append(rollout_events("r", task=""))
+    assert path_of("") == "/ui/tasks?task="
+    assert 'href="/ui/rollouts/r' in client.get("/ui/tasks?task=").text
+
+
 def test_figures_of_many_attempts_are_of_the_newest_and_say_so(
     store: Store, browse: Browse
 ) -> None:

@@ -9,8 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from support.ui.policy_versions import add_versions, serve
-from tracegrad.store import Store
-from tracegrad.ui.pages.versions import MOST_DECISIONS
+from tracegrad.events import Json
+from tracegrad.store import Decision, PolicyVersion, Store
+from tracegrad.ui.pages.versions import MOST_DECISIONS, MOST_REASON
 from tracegrad.ui.paging import PAGE
 
 from .conftest import token_in
@@ -122,6 +123,7 @@ def test_a_form_decides_and_the_decision_is_open_until_the_trainer_acts(
         ({"kind": "rollback", "version": "1", "training": "go", "reason": "x"}, "training: 'go'"),
         ({"kind": "unpin", "version": "3", "reason": "x"}, "version: 3 is not pinned"),
         ({"kind": "pause", "reason": "x"}, "training is paused already, by ann@host"),
+        ({"kind": "unpin", "version": "1", "reason": "x" * (MOST_REASON + 1)}, "2,001 characters"),
     ],
 )
 def test_what_cannot_be_is_one_line(
@@ -148,6 +150,48 @@ def test_what_was_written_stays_in_the_form(store: Store, browse: Browse) -> Non
     [other] = re.findall(r'<input id="r-training"[^>]*>', answer.text)
     assert 'value=""' in other
     assert '<option value="pause" selected>' in answer.text
+
+
+def test_a_second_press_is_no_second_decision(store: Store, browse: Browse) -> None:
+    add_versions(store)
+    client = browse()
+    fields = {"csrf": token_in(client.get("/ui/versions").text), "reason": "bad replies"}
+    fields |= {"kind": "rollback", "version": "1"}
+    assert client.post("/ui/versions", data=fields, follow_redirects=False).status_code == 303
+    again = client.post("/ui/versions", data=fields)
+    assert again.status_code == 400
+    assert "rollback is asked for already, by ui: decision 6 is open until a" in text_of(again.text)
+    assert len(store.open_decisions()) == 1
+    # Another version is another decision.
+    answer = client.post("/ui/versions", data=fields | {"version": "2"}, follow_redirects=False)
+    assert answer.status_code == 303
+
+
+def test_enter_decides_nothing(store: Store, browse: Browse) -> None:
+    """A browser presses a form's first button."""
+    add_versions(store)
+    page = browse().get("/ui/versions?version=2").text
+    forms = re.findall(r'<form class="decide".*?</form>', page, re.DOTALL)
+    assert len(forms) == 2
+    for form in forms:
+        [first, *_] = re.findall(r"<button[^>]*>", form)
+        assert first == '<button type="submit" disabled hidden>'
+
+
+@pytest.mark.parametrize(
+    "evaluation",
+    [{}, {"verdict": "promote"}, {"mean_candidate": "high", "mean_baseline": [1]},
+     {"mean_candidate": 10**400, "n_candidate": None}],
+)  # fmt: skip
+def test_what_the_gate_wrote_oddly_costs_no_page(
+    store: Store, browse: Browse, evaluation: Json
+) -> None:
+    serve(store, 0, bytes="many")
+    serve(store, 1)
+    store.note_version(PolicyVersion(1, 1, "evaluated", detail=evaluation))
+    page = browse().get("/ui/versions")
+    assert page.status_code == 200
+    assert "– of" in row_of(page.text, "version-1")
 
 
 def test_nobody_decides_without_the_token_or_the_key(store: Store, browse: Browse) -> None:
@@ -177,10 +221,8 @@ def test_pages_by_version(store: Store, browse: Browse) -> None:
 def test_of_many_decisions_the_newest_are_shown(store: Store, browse: Browse) -> None:
     add_versions(store)
     client = browse()
-    token = token_in(client.get("/ui/versions").text)
     for _ in range(MOST_DECISIONS):
-        fields = {"csrf": token, "kind": "unpin", "version": "1", "reason": "again"}
-        assert client.post("/ui/versions", data=fields).status_code == 200
+        store.decide(Decision(kind="unpin", version=1, by="ann@host", reason="again"))
     page = client.get("/ui/versions").text
     assert page.count('<tr id="decision-') == MOST_DECISIONS
     assert "5 earlier ones not shown" in text_of(page)

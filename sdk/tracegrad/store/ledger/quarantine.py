@@ -15,6 +15,7 @@ from tracegrad.store.read.task_health import (
     SubjectHealth,
     TaskDecision,
     is_known,
+    last_decisions,
     subject_health,
 )
 from tracegrad.store.retry import retry_on_conflict
@@ -29,12 +30,13 @@ def decide(store: Store, decision: TaskDecision) -> None:
         raise ValueError(f"{name}: is empty; every decision says who made it, and why")
     with store.exclusive() as connection:
         subject = Subject(decision.subject, decision.subject_id)
-        [health] = subject_health(connection, [subject])
-        if health.decision is None and not is_known(connection, subject):
+        last = last_decisions(connection, [subject]).get(subject)
+        if last is None and not is_known(connection, subject):
             raise ValueError(
                 f"no rollout is of {subject}; `tracegrad tasks ls` has those there are"
             )
-        if (health.state == "quarantined") == (decision.kind == "quarantine"):
+        is_aside = last is not None and last.kind == "quarantine"
+        if is_aside == (decision.kind == "quarantine"):
             is_so = (
                 "is quarantined already" if decision.kind == "quarantine" else "is not quarantined"
             )

@@ -104,24 +104,40 @@ def _states(connection: Connection, state: ColumnElement[str]) -> tuple[dict[str
     return dict(states), sum(n for name, opened, n in rows if name == "open" and not opened)
 
 
+@dataclass(frozen=True, slots=True)
+class NewestStates:
+    """How many are in each state; `is_cut`: there are more, which were not looked at."""
+
+    counts: dict[str, int]
+    is_cut: bool
+
+
 def newest_states(
-    connection: Connection, tags: Mapping[str, str], *, compared: bool, most: int
-) -> dict[str, int]:
-    """Of the rollouts that no step consumed, how many are in each state (`_states`): of all that
-    are open, and of those that ended, `most` of each at most, the newest; so that it takes no
-    longer where millions are there."""
+    connection: Connection,
+    tags: Mapping[str, str],
+    *,
+    compared: bool,
+    composed: bool = False,
+    most: int,
+) -> NewestStates:
+    """Of the rollouts that no step consumed, how many are in each state (`_states`): of those that
+    are open and of those that ended, `most` of each at most, the newest; so that it takes no longer
+    where millions are there."""
     now = statements.server_time(connection)
-    state = training_state(tags, now, compared=compared).label("state")
+    state = training_state(tags, now, compared=compared, composed=composed).label("state")
     of = Rollouts.consumed_at.is_(None)
     ended = (of, Rollouts.finished_at.is_not(None))
     parts = (
-        select(state).where(*ended).order_by(Rollouts.finished_at.desc()).limit(most),
-        select(state).where(of, Rollouts.finished_at.is_(None)).limit(most),
+        select(state).where(*ended).order_by(Rollouts.finished_at.desc()),
+        select(state).where(of, Rollouts.finished_at.is_(None)).order_by(Rollouts.opened_at.desc()),
     )
     counts: Counter[str] = Counter()
+    is_cut = False
     for part in parts:
-        counts.update(map(str, connection.scalars(part)))
-    return dict(counts)
+        states = connection.scalars(part.limit(most + 1)).all()
+        counts.update(map(str, states[:most]))
+        is_cut = is_cut or len(states) > most
+    return NewestStates(dict(counts), is_cut)
 
 
 def _leased(connection: Connection, tags: Mapping[str, str], now: float) -> dict[str, int]:

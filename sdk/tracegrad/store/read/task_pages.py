@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import Json
 from tracegrad.store.encoding.shared_texts import load_shared_texts, unpack_turn_content
-from tracegrad.store.expressions import latest_reward
+from tracegrad.store.expressions import SCORED_OUTCOMES, has_turns, latest_reward
 from tracegrad.store.filters import OPEN
 from tracegrad.store.models import Rollouts, Turns
 from tracegrad.store.read.rollout_pages import (
@@ -125,8 +125,11 @@ def count_attempts(connection: Connection, task_id: str) -> AttemptCount:
 
 
 def summarize_newest(connection: Connection, task_id: str, limit: int) -> TaskSummary | None:
-    """Of a task's newest `limit` attempts; None: it has none."""
-    query = select(Rollouts.opened_at, Rollouts.rollout_id, Rollouts.outcome, latest_reward())
+    """Of a task's newest `limit` attempts; None: it has none. Rewards are those of attempts that
+    say something of the policy, as pass@k counts them (`load_attempts`)."""
+    says = and_(Rollouts.outcome.in_(SCORED_OUTCOMES), has_turns())
+    reward_of = case((says, latest_reward()))
+    query = select(Rollouts.opened_at, Rollouts.rollout_id, Rollouts.outcome, reward_of)
     found: TaskSummary | None = None
     for opened_at, rollout_id, outcome, reward in connection.execute(
         _newest(query, task_id, limit)

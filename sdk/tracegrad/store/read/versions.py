@@ -195,6 +195,20 @@ def outcomes_of_versions(
     return {row.version: PolicyVersion(**row._mapping) for row in rows}
 
 
+def pushes_of_versions(
+    connection: Connection, versions: Collection[int]
+) -> dict[int, PolicyVersion]:
+    """By version how its push came out, serving or failed: the first time, since a rollback serves
+    it again. Those that were not pushed are left out."""
+    query = (
+        select_fields(PolicyVersion, VersionEvents)
+        .where(VersionEvents.state.in_(("serving", "failed")))
+        .order_by(VersionEvents.seq.desc())
+    )
+    rows = rows_of_keys(connection, query, VersionEvents.version, versions)
+    return {row.version: PolicyVersion(**row._mapping) for row in rows}
+
+
 def served_model(connection: Connection) -> Json | None:
     """What the version that was served last said of the model folder (`detail["base"]`); None:
     none said."""

@@ -31,6 +31,14 @@ def decisions(connection: Connection, after: int = 0) -> list[Decision]:
     return load(connection, Decision, query)
 
 
+def newest_decisions(connection: Connection, limit: int, *, acted: bool = False) -> list[Decision]:
+    """The newest first. `acted`: those that rank 0 acted on, or refused."""
+    query = select_fields(Decision, Decisions).order_by(Decisions.seq.desc()).limit(limit)
+    if acted:
+        query = query.where(Decisions.acted_at.is_not(None))
+    return load(connection, Decision, query)
+
+
 def count_decisions(connection: Connection) -> dict[tuple[str, str], int]:
     """By kind and by who decided: `guard`, `gate`, or `person`."""
     query = select(Decisions.kind, Decisions.by, func.count()).group_by(

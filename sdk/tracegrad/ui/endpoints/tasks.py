@@ -25,12 +25,17 @@ class TaskEndpoints:
         ]
 
     async def _list(self, request: Request) -> Response:
-        sought = request.query_params.get("task", "")
+        sought = request.query_params.get("task")
         if sought:
             path = tasks.path_of(sought)
             if path.startswith(f"{tasks.PATH}/"):
                 return RedirectResponse(path, 303)
-            return await self._page(request, sought)
+        if sought is not None:
+            try:
+                return await self._page(request, sought)
+            except task.UnknownTask:
+                if sought:
+                    raise  # else the form was sent as it was
         before = request.query_params.get("before")
         values = await self._frame.run(tasks.list_values, self._frame.store, before)
         return await self._frame.page(request, "tasks.html", **values)

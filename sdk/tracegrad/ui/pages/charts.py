@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tracegrad.events import Json
-from tracegrad.inspect.display_text import format_number
-from tracegrad.inspect.metric_points import has_gap, push_point
+from tracegrad.inspect.display_text import metric_text
+from tracegrad.inspect.metric_points import finite_number, has_gap, push_point
 from tracegrad.store import PolicyVersion, StepHistory, StepRecord, Store
-from tracegrad.store.read.versions import outcomes_of_versions
-from tracegrad.text_format import format_duration
+from tracegrad.store.read.versions import outcomes_of_versions, pushes_of_versions
 
 # Of more steps every second, third, … is read and drawn: a chart is some 500 pixels wide.
 MOST_POINTS = 500
@@ -45,7 +43,8 @@ CHARTS = (
         "reward",
         (("reward_mean", "mean of the batch"), (_SUCCESS, "held-out, when evaluated")),
     ),
-    Chart("kl", "KL, sampled to trained", "nats", (("k1", "k1"), ("k3", "k3"))),
+    Chart("kl", "KL, serving to training engine", "nats", (("k1", "k1"), ("k3", "k3"))),
+    Chart("policy", "KL of a step's own move", "nats", (("policy_k3", "k3"),)),
     Chart(
         "reference",
         "KL to the reference",
@@ -150,7 +149,7 @@ def _points(store: Store, records: Sequence[StepRecord]) -> list[dict[str, float
     """The finite numbers of each step, and of the version that it became."""
     versions = [one.version for one in records]
     with store.reading() as connection:
-        pushes = outcomes_of_versions(connection, versions, "serving")
+        pushes = pushes_of_versions(connection, versions)
         evaluated = outcomes_of_versions(connection, versions, "evaluated")
     found = []
     for record in records:
@@ -179,11 +178,8 @@ def step_numbers(record: StepRecord) -> dict[str, float]:
 
 
 def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
+    numbers = {name: finite_number(value) for name, value in values.items()}
+    return {name: value for name, value in numbers.items() if value is not None}
 
 
 def _success(evaluation: PolicyVersion) -> dict[str, float]:
@@ -221,19 +217,10 @@ def _family(
 
 def _sum(point: Mapping[str, float], names: Iterable[str]) -> float | None:
     known = [point[name] for name in names if name in point]
-    return sum(known) if known else None
+    return finite_number(sum(known)) if known else None
 
 
 def _made(label: str, values: list[float | None], unit: str) -> Series:
     known = [value for value in values if value is not None]
-    texts = (shown_value(value, unit) for value in (known[-1], min(known), max(known)))
+    texts = (metric_text(value, unit) for value in (known[-1], min(known), max(known)))
     return Series(label, values, *texts)
-
-
-def shown_value(value: float, unit: str) -> str:
-    """As people read a number of this unit; the unit itself only where it is part of that."""
-    if unit == "share":
-        return f"{value:.1%}"
-    if unit == "s" and value >= 0:
-        return format_duration(value)
-    return format_number(value)

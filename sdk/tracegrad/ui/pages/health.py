@@ -19,8 +19,10 @@ from tracegrad.ui.security import BASE
 PATH = f"{BASE}/health"
 # Rollouts of the queue that are looked at, of each kind.
 QUEUE = 2_000
-# Rollouts whose turns the check reads: a minute's work at most, of any store.
+# Rollouts whose turns the check reads.
 EXAMINED = 200
+# Of `[rewards]`: what makes the reward a sum of parts (the trainer's `rewards.config.COMPOSING`).
+_COMPOSING = ("functions", "commands", "judge", "length", "format", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,16 @@ class TrainerState:
 
 
 @dataclass(frozen=True, slots=True)
+class Selection:
+    """What the last step's trainer selects by, whether it compares rollouts, and whether their
+    reward is composed of parts."""
+
+    tags: dict[str, str]
+    compared: bool
+    composed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class QueueState:
     """One row of the queue."""
 
@@ -52,33 +64,45 @@ def health_values(store: Store, proxy: ProxyState | None) -> dict[str, Any]:
     itself)."""
     last = StepHistory(store).steps(1)
     step = StepHistory(store).step(last[0].step) if last else None
-    tags, compared = _selection(step.settings if step else {})
+    selection = _selection(step.settings if step else {})
+    asked = selection or Selection({}, compared=False, composed=False)
     with store.reading() as connection:
-        found = newest_states(connection, tags, compared=compared, most=QUEUE)
+        found = newest_states(
+            connection, asked.tags, compared=asked.compared, composed=asked.composed, most=QUEUE
+        )
     queue = [
         QueueState(state, count, untrained_text(state))
-        for state, count in sorted(found.items(), key=lambda each: -each[1])
+        for state, count in sorted(found.counts.items(), key=lambda each: -each[1])
     ]
     return {
         "proxy": proxy,
         "trainer": TrainerState(step, Intake(store).state(), store.training_pause()),
         "queue": queue,
-        "queue_cut": QUEUE if any(each.count >= QUEUE for each in queue) else None,
-        "tags": tags,
+        "queue_cut": found.is_cut,
+        "most": QUEUE,
+        "tags": asked.tags,
+        "settings_read": selection is not None,
         "store_name": store.database.describe(),
         "examined": EXAMINED,
     }
 
 
-def _selection(settings: Json) -> tuple[dict[str, str], bool]:
-    """The tags that the last step's trainer selected by, and whether it compares rollouts."""
-    tags = (settings.get("data") or {}).get("tags") or {}
-    size = (settings.get("batches") or {}).get("group_size", 1)
-    return tags, isinstance(size, int) and size > 1
+def _selection(settings: Json) -> Selection | None:
+    """Of a trainer's settings; None: they cannot be read."""
+    data, batches, rewards = (settings.get(name, {}) for name in ("data", "batches", "rewards"))
+    if not all(isinstance(table, dict) for table in (data, batches, rewards)):
+        return None
+    tags, size = data.get("tags") or {}, batches.get("group_size", 1)
+    if not isinstance(tags, dict) or not isinstance(size, int):
+        return None
+    if not all(isinstance(value, str) for value in tags.values()):
+        return None
+    composed = any(rewards.get(name) for name in _COMPOSING)
+    return Selection(tags, compared=size > 1, composed=composed)
 
 
 class DoctorDesk:
-    """One check at a time: it reads much of the store."""
+    """One check at a time in this process: it reads much of the store."""
 
     def __init__(self) -> None:
         self._busy = threading.Lock()

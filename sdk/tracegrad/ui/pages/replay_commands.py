@@ -9,15 +9,11 @@ from pathlib import PurePath
 
 from tracegrad.inspect.metric_points import trained_turns
 from tracegrad.store import StepHistory, StepRecord
-from tracegrad.text_format import format_count
 
 # Another objective to begin with; for a step that had it the other one.
 _OTHER_PRESETS = ("gspo", "dapo")
 # Settings, one at a time, and what they ask.
-_CHANGES = (
-    ("objective.clip_high=0.28", "With more room for tokens to become likelier"),
-    ("batches.max_staleness=0", "Without the turns that older versions sampled"),
-)
+_CHANGES = (("batches.max_staleness=0", "Without the turns that older versions sampled"),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +57,7 @@ def _problem(history: StepHistory, record: StepRecord) -> str | None:
         gone = trained_turns(record.metrics) - history.count_trained([record.step])[record.step]
     except (TypeError, ValueError, OverflowError):  # what was counted is no number
         return None
-    return f"{format_count(gone, 'turn')} that it trained were removed" if gone > 0 else None
+    return f"of the turns that it trained {gone:,} are gone" if gone > 0 else None
 
 
 def _begins(history: StepHistory, record: StepRecord, checkpoint: StepRecord | None) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tracegrad.inspect.display_text import format_number
+from tracegrad.inspect.display_text import metric_text
 from tracegrad.inspect.metric_points import current_names, push_point, step_point
 from tracegrad.inspect.step_metrics import SECTIONS, find_metric
 from tracegrad.store import StepHistory, StepRecord, Store
-from tracegrad.store.read.versions import outcomes_of_versions
-from tracegrad.text_format import format_duration
+from tracegrad.store.read.versions import pushes_of_versions
 from tracegrad.ui.pages.replay_commands import what_if
 from tracegrad.ui.pages.step_batch import Place, batch_values, read_batch
 from tracegrad.ui.pages.training import PATH, path_of
@@ -40,14 +38,14 @@ def step_values(store: Store, number: int, place: Place) -> dict[str, Any] | Non
     batch = read_batch(record)
     path = path_of(number)
     with store.reading() as connection:
-        push = outcomes_of_versions(connection, [record.version], "serving").get(record.version)
+        push = pushes_of_versions(connection, [record.version]).get(record.version)
         shown = None if batch is None else batch_values(connection, number, path, batch, place)
     numbers = step_point(_named(record)).values
     if push is not None:
         numbers |= push_point(push).values
     return {
         "record": record,
-        "served_at": None if push is None else push.created_at,
+        "push": push,
         "sections": list(_sections(numbers)),
         "batch": shown,
         "what_if": what_if(history, record),
@@ -86,14 +84,4 @@ def _named_so(pattern: str, numbers: dict[str, float]) -> list[str]:
 def _shown(name: str, value: float) -> ShownMetric:
     metric = find_metric(name)
     unit, what = ("", "") if metric is None else (metric.unit, metric.what)
-    return ShownMetric(name, _text(value, unit), "" if unit in ("s", "share") else unit, what)
-
-
-def _text(value: float, unit: str) -> str:
-    if not math.isfinite(value):
-        return str(value)
-    if unit == "share":
-        return f"{value:.1%}"
-    if unit == "s" and value >= 0:
-        return format_duration(value)
-    return f"{value:,.0f}" if value.is_integer() and abs(value) < 1e15 else format_number(value)
+    return ShownMetric(name, metric_text(value, unit), "" if unit in ("s", "share") else unit, what)

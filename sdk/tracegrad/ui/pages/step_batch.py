@@ -18,7 +18,7 @@ from tracegrad.store.read.step_turns import BEFORE_FIRST, StepTurn, TurnKey, tur
 from tracegrad.store.read.task_titles import load_inputs, title_of_task
 from tracegrad.store.rows import rows_of_keys
 from tracegrad.ui.pages.rollouts import path_of as path_of_rollout
-from tracegrad.ui.paging import WrongLink, link
+from tracegrad.ui.paging import WrongLink, link, read_number
 
 # A page has so many rollouts of the batch, and so many turns of each; one alone has more.
 ROLLOUTS = 20
@@ -37,10 +37,11 @@ class Place(NamedTuple):
 
 def read_place(given: Mapping[str, str]) -> Place:
     """WrongLink: names what cannot be read."""
-    first, after = given.get("from", "0"), given.get("after")
-    if not (first.isdecimal() and len(first) <= 9):
-        raise WrongLink(f"from: {first[:40]!r} is no whole number of at most 9 digits")
-    return Place(int(first), given.get("rollout") or None, _read_key(after))
+    first, rollout = read_number("from", given.get("from", "0")), given.get("rollout") or None
+    after = _read_key(given.get("after"))
+    if rollout is None and after != BEFORE_FIRST:
+        raise WrongLink("after: it is of one rollout; name that too")
+    return Place(first, rollout, after)
 
 
 def _read_key(text: str | None) -> TurnKey:
@@ -107,7 +108,7 @@ def read_batch(record: StepRecord) -> list[BatchRollout] | None:
             for group in record.batch["groups"]
             for one in group["rollouts"]
         ]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise StoreCorrupt(f"step {record.step}: its batch cannot be read ({error!r})") from None
 
 

@@ -131,7 +131,7 @@ def view_of(
 
 def credit_class(advantage: float | None) -> str:
     """The colour of an advantage: a0 to a3 as CREDITS, `a-zero`; `a-none` where none is known."""
-    if advantage is None:
+    if advantage is None or math.isnan(advantage):
         return "a-none"
     if abs(advantage) < _ROUNDING:
         return "a-zero"

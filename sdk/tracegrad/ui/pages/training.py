@@ -11,6 +11,7 @@ from tracegrad.inspect.step_columns import columns_of
 from tracegrad.store import Decision, StepHistory, Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad.store.types import StepRecord
+from tracegrad.store.write.decisions import newest_decisions
 from tracegrad.ui.pages.charts import draw_charts
 from tracegrad.ui.paging import PAGE, WrongLink, link
 from tracegrad.ui.security import BASE
@@ -92,7 +93,8 @@ class Standing:
 
 
 def standing_of(store: Store) -> Standing:
-    decided = [one for one in store.decisions() if one.acted_at is not None]
+    with store.reading() as connection:
+        decided = newest_decisions(connection, 1, acted=True)
     state = Intake(store).state()
     drivers = None
     if state.silent_for_s is not None:
@@ -107,7 +109,7 @@ def standing_of(store: Store) -> Standing:
         version=store.current_version(),
         failed=store.failed_versions(),
         paused=store.training_pause(),
-        refused=decided[-1] if decided and decided[-1].refused is not None else None,
+        refused=decided[0] if decided and decided[0].refused is not None else None,
         drivers=drivers,
     )
 

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from tracegrad.inspect.decision_text import describe_decision, evaluation_text
+from tracegrad.inspect.metric_points import finite_number
 from tracegrad.store import Decision, StepHistory, Store
-from tracegrad.store.read.versions import VersionHistory, VersionRecord
+from tracegrad.store.models import Decisions
+from tracegrad.store.read.versions import VersionHistory, VersionRecord, version_history
+from tracegrad.store.rows import count_rows
 from tracegrad.store.types import DecisionKind
-from tracegrad.ui.paging import PAGE, WrongLink, link
+from tracegrad.store.write.decisions import decide as write_decision
+from tracegrad.store.write.decisions import newest_decisions, open_decisions
+from tracegrad.ui.paging import PAGE, link, read_number
 from tracegrad.ui.security import BASE
 
 PATH = f"{BASE}/versions"
 MOST_DECISIONS = 50
+MOST_REASON = 2_000  # characters
 # What a form about one version may decide, in the order of its buttons.
 _OF_A_VERSION: tuple[DecisionKind, ...] = ("promote", "rollback", "pin", "unpin")
 _STATE_CLASS = {
@@ -43,6 +49,12 @@ class ListedVersion:
     @property
     def state_class(self) -> str:
         return _STATE_CLASS.get(self.record.state, "plain")
+
+    @property
+    def megabytes(self) -> float | None:
+        """On disk."""
+        found = finite_number(self.record.kept_bytes)
+        return None if found is None else found / 1e6
 
     @property
     def evaluation(self) -> str:
@@ -101,9 +113,11 @@ def versions_values(
 ) -> dict[str, Any]:
     """What the template needs: the versions below `before`, the newest first, and a form for the
     `chosen` one. `problem`: why what was `given` with a form was not done."""
-    history = store.version_history()
-    decisions = store.decisions()
-    waiting = [one for one in decisions if one.acted_at is None]
+    with store.reading() as connection:
+        history = version_history(connection)
+        decisions = newest_decisions(connection, MOST_DECISIONS)
+        waiting = open_decisions(connection)
+        decided = count_rows(connection, Decisions)
     wanted = [
         one for one in reversed(history.records.values()) if before is None or one.version < before
     ]
@@ -116,10 +130,11 @@ def versions_values(
         "first_page": before is None,
         "older": link(PATH, [], before=str(rows[-1].record.version)) if wanted[PAGE:] else None,
         "kept_elsewhere": _kept_elsewhere(history, rows),
-        "decisions": [ListedDecision(one) for one in decisions[: -MOST_DECISIONS - 1 : -1]],
-        "more_decisions": max(0, len(decisions) - MOST_DECISIONS),
+        "decisions": [ListedDecision(one) for one in decisions],
+        "more_decisions": decided - len(decisions),
         "may_resume": history.paused is not None or any(one.pauses for one in waiting),
-        "may_pause": history.paused is None,
+        "may_pause": history.paused is None and not any(one.kind == "pause" for one in waiting),
+        "most_reason": MOST_REASON,
         "guards": _guards(last[0].metrics if last else {}),
         "problem": problem,
         "given": given,
@@ -165,8 +180,8 @@ def _kept_elsewhere(history: VersionHistory, rows: Sequence[ListedVersion]) -> l
 
 def _guards(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Of the last step; {} where no guard looks."""
-    names = ("drift_evidence", "drift_alarms")
-    return {name: float(metrics[name]) for name in names if metrics.get(name) is not None}
+    found = {name: finite_number(metrics.get(name)) for name in ("drift_evidence", "drift_alarms")}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def read_decision(fields: Mapping[str, str], by: str) -> Decision:
@@ -177,27 +192,37 @@ def read_decision(fields: Mapping[str, str], by: str) -> Decision:
     text = fields.get("version", "").strip()
     if text and not (text.isdecimal() and text.isascii() and len(text) <= 9):
         raise ValueError(f"version: {text[:40]!r} is no version")
-    if not fields.get("reason", "").strip():
+    reason = fields.get("reason", "").strip()
+    if not reason:
         raise ValueError("reason: say why; whoever looks at this later wants to know")
+    if len(reason) > MOST_REASON:
+        raise ValueError(f"reason: {len(reason):,} characters; {MOST_REASON:,} at most")
     training: Any = fields.get("training", "continue") if kind == "rollback" else None
     return Decision(
         kind=cast("DecisionKind", kind),
         version=int(text) if text else None,
         training=training,
         by=by,
-        reason=fields["reason"].strip(),
+        reason=reason,
     )
 
 
 def decide(store: Store, fields: Mapping[str, str], by: str) -> int:
     """Write it down; its number. ValueError: it cannot be, with the field or the reason."""
     decision = read_decision(fields, by)
-    store.version_history().check_possible(decision, store.open_decisions())
-    return store.decide(decision)
+    with store.exclusive() as connection:
+        waiting = open_decisions(connection)
+        version_history(connection).check_possible(decision, waiting)
+        for one in waiting:
+            # A second press of the button is no second decision.
+            if (one.kind, one.version) == (decision.kind, decision.version):
+                raise ValueError(
+                    f"{one.kind} is asked for already, by {one.by}: decision {one.seq} is open"
+                    " until a trainer acts on it"
+                )
+        return write_decision(connection, decision)
 
 
 def read_version(name: str, text: str | None) -> int | None:
     """Of a link's parameter. WrongLink: it is none."""
-    if text is None or (text.isdecimal() and text.isascii() and len(text) <= 9):
-        return None if text is None else int(text)
-    raise WrongLink(f"{name}: {text[:40]!r} is no version; leave it out")
+    return None if text is None else read_number(name, text)

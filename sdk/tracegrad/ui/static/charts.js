@@ -11,9 +11,17 @@ let drawn = null;
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
 
+// As the server writes them (text_format.format_duration).
+function duration(seconds) {
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 120) return `${seconds.toFixed(1)} s`;
+  return seconds < 7200 ? `${(seconds / 60).toFixed(1)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
 function shown(value, unit) {
   if (value === null || value === undefined) return "–";
   if (unit === "share") return `${Number((100 * value).toPrecision(3))}%`;
+  if (unit === "s") return duration(value);
   if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(1);
   return compact.format(value);
 }
@@ -103,6 +111,7 @@ function draw(figure, chart) {
   const labels = chart.series.map((one) => one.label).join("\n");
   if (known && known.labels === labels) {
     known.plot.setData(columns(chart));
+    read(figure, chart.name, known.plot.cursor.idx);
     return;
   }
   known?.plot.destroy();
@@ -119,9 +128,10 @@ function drawAll() {
   }
 }
 
+// Where there is no answer now, the next event of a step asks again.
 async function refresh() {
-  const answer = await fetch(box.dataset.series);
-  if (!answer.ok || !answer.headers.get("content-type")?.startsWith("application/json")) return;
+  const answer = await fetch(box.dataset.series).catch(() => null);
+  if (!answer?.ok || !answer.headers.get("content-type")?.startsWith("application/json")) return;
   drawn = await answer.json();
   drawAll();
   const { steps, every } = drawn;
@@ -138,7 +148,7 @@ function follow() {
       const { newest, new: count } = JSON.parse(message.data);
       news.hidden = !(count > 0);
       news.textContent = count > 0 ? `${count} new` : "";
-      if (drawn && newest !== drawn.steps.at(-1) && newest > 0) refresh();
+      if (newest > 0 && newest !== drawn?.steps.at(-1)) refresh();
     });
   };
   const look = () => {
