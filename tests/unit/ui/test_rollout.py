@@ -21,7 +21,8 @@ from support.cli.sample_rollouts import (
     trained_samples,
 )
 from support.store.ledger_fixtures import fill, lease
-from tracegrad.events import Json, Reward, Turn, logprob_array, token_id_array
+from support.ui.large_turns import large_turn
+from tracegrad.events import Json, Reward
 from tracegrad.inspect.rollout_time import STAGES
 from tracegrad.store import Ledger, Store
 from tracegrad.store.read.rollout_outline import turn_tokens
@@ -221,23 +222,6 @@ def test_a_long_rollout_opens_by_a_window_of_its_turns(store: Store, browse: Bro
     assert "I read file 129." in last
     assert "The file 119 has 119 lines." in last
     assert "240 messages as in turn 119" in text_of(last)
-
-
-def large_turn(number: int, messages: list[Json], reply: Json, sampled: int = 1) -> Turn:
-    """One of several that begin afresh."""
-    return Turn(
-        turn_id=f"large.{number}",
-        rollout_id="large",
-        dialect="chat",
-        model="m",
-        prompt_token_ids=token_id_array([number]),
-        completion_token_ids=token_id_array([7] * sampled),
-        completion_logprobs=logprob_array([-0.5] * sampled),
-        policy_versions=((1, sampled),),
-        request={"model": "m", "messages": messages},
-        response={"choices": [{"index": 0, "message": {"role": "assistant", **reply}}]},
-        created_at=1_780_000_000.0 + number,
-    )
 
 
 def test_a_page_has_room_for_so_much_and_counts_the_rest(

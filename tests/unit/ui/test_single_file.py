@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from support.cli.sample_rollouts import coding_agent
+from support.ui.large_turns import large_turn
 from tracegrad.cli.app import app
-from tracegrad.events import Turn, logprob_array, token_id_array
 from tracegrad.store import Store
 from tracegrad.ui import single_file
 from tracegrad.ui.single_file import rollout_html
@@ -59,25 +59,11 @@ def test_whole_turns_have_their_tokens_and_a_large_one_takes_no_small_ones_room(
     said: str | None,
 ) -> None:
     monkeypatch.setattr(single_file, "MOST_TOKENS", room)
-    store.append([_turn(number, sampled) for number, sampled in enumerate((8_000, 3_000, 10))])
+    store.append([large_turn(n, sampled=count) for n, count in enumerate((8_000, 3_000, 10))])
     page = rollout_html(store, "large")
     assert tokens_shown(page) == shown
     assert said is None or said in page
     assert ("The first 5,000 of 8,000 tokens." in page) == (room == 8_010)
-
-
-def _turn(number: int, sampled: int) -> Turn:
-    return Turn(
-        turn_id=f"large.{number}",
-        rollout_id="large",
-        dialect="chat",
-        model="m",
-        prompt_token_ids=token_id_array([number]),
-        completion_token_ids=token_id_array([7] * sampled),
-        completion_logprobs=logprob_array([-0.5] * sampled),
-        policy_versions=((1, sampled),),
-        created_at=1_780_000_000.0 + number,
-    )
 
 
 def test_the_command_writes_it(store: Store, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ _WANTED = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class ChartSeries:
     """A number a step, None where it has none. `last`, `least` and `greatest` are texts."""
 
     label: str
@@ -99,7 +99,7 @@ class DrawnChart:
     """No series: there is nothing to draw."""
 
     chart: Chart
-    series: list[Series]
+    series: list[ChartSeries]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def _success(evaluation: PolicyVersion) -> dict[str, float]:
     return finite_numbers({_SUCCESS: evaluation.detail.get("mean_candidate")})
 
 
-def _series(chart: Chart, points: Sequence[Mapping[str, float]]) -> list[Series]:
+def _series(chart: Chart, points: Sequence[Mapping[str, float]]) -> list[ChartSeries]:
     """Those that have a number at some step."""
     columns = [
         (label, [point.get(metric) for point in points]) for metric, label in chart.lines
@@ -220,7 +220,7 @@ def _sum(point: Mapping[str, float], names: Iterable[str]) -> float | None:
     return finite_number(sum(known)) if known else None
 
 
-def _made(label: str, values: list[float | None], unit: str) -> Series:
+def _made(label: str, values: list[float | None], unit: str) -> ChartSeries:
     known = [value for value in values if value is not None]
     texts = (metric_text(value, unit) for value in (known[-1], min(known), max(known)))
-    return Series(label, values, *texts)
+    return ChartSeries(label, values, *texts)

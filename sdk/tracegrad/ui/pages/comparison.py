@@ -46,7 +46,7 @@ class TurnRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class AttemptComparison:
     """`differ`: the first turn in which they do; None: none of those that were looked through,
     which `looked_through` counts. `earlier`: the page before begins there."""
 
@@ -81,7 +81,7 @@ def compare(
     first: int,
     *,
     characters: int = CHARACTERS,
-) -> Comparison:
+) -> AttemptComparison:
     """The turns from `first` on. WrongLink: too many, or one is no attempt at this task. Raises
     UnknownRollout."""
     ids = list(dict.fromkeys(rollout_ids))
@@ -99,7 +99,7 @@ def compare(
         TurnRow(number, [_turn(side, number, room) for side in sides], number == differ)
         for number in window
     ]
-    return Comparison(
+    return AttemptComparison(
         attempts=[each.detail.summary for each in outlines],
         hrefs=[path_of(each.detail.summary.rollout_id) for each in outlines],
         turns=rows,

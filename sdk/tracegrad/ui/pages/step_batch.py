@@ -65,7 +65,7 @@ class BatchRollout:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownTurn:
+class BatchTurn:
     """`kind`: trained, skipped, or undecided."""
 
     number: int
@@ -87,7 +87,7 @@ class ShownRollout:
     href: str
     title: str | None
     is_there: bool
-    turns: list[ShownTurn]
+    turns: list[BatchTurn]
     more: str | None
 
 
@@ -178,11 +178,11 @@ def _titles(connection: Connection, rollout_ids: list[str]) -> dict[str, str | N
     return {name: title_of_task(task, asked.get(name)) for name, task in tasks.items()}
 
 
-def _turn(step: int, seen: BatchRollout, turn: StepTurn) -> ShownTurn:
+def _turn(step: int, seen: BatchRollout, turn: StepTurn) -> BatchTurn:
     number = turn.key.number
     reward = seen.turn_rewards.get(str(number))
     kind, said, meaning = _disposition(step, turn)
-    return ShownTurn(
+    return BatchTurn(
         number=number,
         href=f"{path_of_rollout(seen.rollout_id)}?turn={number}#turn-{number}",
         sampled_tokens=turn.sampled_tokens,

@@ -32,7 +32,7 @@ from tracegrad.store.read.task_pages import (
 from tracegrad.store.read.task_titles import input_text, title_of_task
 from tracegrad.store.types import RolloutSummary
 from tracegrad.text_format import cut_text
-from tracegrad.ui.pages.comparison import Comparison, compare
+from tracegrad.ui.pages.comparison import AttemptComparison, compare
 from tracegrad.ui.pages.messages import SHORT, ShownText, shown_text
 from tracegrad.ui.pages.rollouts import PATH as ROLLOUTS
 from tracegrad.ui.pages.rollouts import path_of as path_of_rollout
@@ -91,7 +91,7 @@ class TaskView:
     rates: list[VersionRates]
     earlier_versions: int
     attempts: list[ListedAttempt]
-    comparison: Comparison | None
+    comparison: AttemptComparison | None
 
 
 def read_success(text: str | None) -> float:
