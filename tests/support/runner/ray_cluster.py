@@ -22,6 +22,14 @@ _ENVIRON = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_prestart_worker_first_driver": "0",
+    # Ray takes what is slow for dead: a head that does not answer for a minute, or an agent that
+    # needs half a minute to start; and a driver whose host is dead ends its process, which is
+    # pytest's. A host that was killed refuses the connection, and is noticed as before.
+    "RAY_health_check_timeout_ms": "300000",
+    "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+    "RAY_gcs_server_request_timeout_seconds": "300",
 }
 
 
