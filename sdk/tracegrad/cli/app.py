@@ -15,6 +15,7 @@ from tracegrad.cli.commands import (
     run,
     score,
     tasks,
+    ui,
 )
 from tracegrad.cli.options import VersionOption
 from tracegrad.environment import unread_variables
@@ -46,4 +47,5 @@ app.command("export")(export.export_command)
 app.command("import")(import_.import_command)
 app.command("prune")(prune.prune_command)
 app.command("redact")(redact.redact_command)
+app.command("ui")(ui.ui_command)
 app.command("doctor")(doctor.doctor_command)

@@ -226,6 +226,7 @@ class Store:
             )[rollout_id]
 
     find_turn = _method(turns.find_turn)
+    count_turns = _method(turns.count_turns)
     recent_inferred = _method(inferred.recent_inferred)
 
     def rewards(self, rollout_id: str) -> list[Reward]:

@@ -49,7 +49,7 @@ class SleepingEngine:
     """`refuse(number, path)`: whether the call of this number (from 0) is answered with 500; it
     has no effect then."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.reset()
         engine = self
 
@@ -68,7 +68,7 @@ class SleepingEngine:
             def log_message(self, format: str, *args: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
         Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 

@@ -47,6 +47,11 @@ class PushSettings(BaseModel):
         description="base URLs of further vLLM servers of this model, started by other hands with"
         " the arguments of ours: calls are spread over all, and a push goes to all or none",
     )
+    proxies: tuple[str, ...] = Field(
+        (),
+        description="base URL of each of several proxies that are behind one address (proxy_url):"
+        " calls wait at all of them while weights change; one that is gone is left out",
+    )
     rollout: Literal["all", "rolling"] = Field(
         "all",
         description="of several engines: all: calls wait until all have the new weights; rolling:"
@@ -67,7 +72,7 @@ class PushSettings(BaseModel):
     )
     failures_in_a_row: int = Field(3, ge=1, description="failed pushes before the trainer ends")
 
-    @field_validator("engines")
+    @field_validator("engines", "proxies")
     @classmethod
-    def _engines_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+    def _are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         return engine_base_urls(urls)

@@ -238,6 +238,18 @@ class TrainerSettings(FileSettings):
         return self
 
     @model_validator(mode="after")
+    def _proxies_have_an_address(self) -> Self:
+        proxies = self.push.proxies
+        if proxies and self.proxy_url is None:
+            raise ValueError(
+                "push.proxies: names proxies that others started behind one address: set proxy_url"
+                " to that one, which agents call"
+            )
+        if len(set(proxies)) < len(proxies):
+            raise ValueError("push.proxies: names a proxy twice: leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _groups_where_they_are_needed(self) -> Self:
         name, compares = self.objective.advantage, self.objective.compares
         if self.batches.group_size == 1 and compares:

@@ -1,4 +1,4 @@
-"""The routes that a weight push and a sleep drive: vLLM's own, and the gate of our proxy.
+"""The routes of vLLM that a weight push and a sleep drive. Those of our proxy: `proxy_control`.
 
 No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard`) needs them too.
 """
@@ -6,7 +6,7 @@ No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,10 @@ LOOK_TIMEOUT_S = 10.0
 
 class PushError(RuntimeError):
     """The new weights are not served; those from before are. One clear line."""
+
+
+class ProxyGoneError(PushError):
+    """The proxy's port refuses connections, or its name is nobody's: it serves nobody."""
 
 
 class EngineLostError(PushError):
@@ -42,7 +46,7 @@ class Peer:
 
     def __init__(self, name: str, url: str, timeout_s: float, key: str | None = None) -> None:
         self._name = name
-        self._url = url
+        self.url = url
         self._client = http_client(url, timeout_s=timeout_s, key=key)
 
     def post(self, path: str, **request: Any) -> None:
@@ -61,11 +65,16 @@ class Peer:
         try:
             response = self._client.request(method, path, **request)
         except httpx.TransportError as error:
-            words = f"{self._name} at {self._url} does not answer {path}: {error!r}"
-            raise (EngineLostError if self._name == "vLLM" else PushError)(words) from error
+            words = f"{self._name} at {self.url} does not answer {path}: {error!r}"
+            raise self._error(error)(words) from error
         if response.is_error:
             raise PushError(f"{self._name} refused {path}: {_reason(response)}")
         return response
+
+    def _error(self, error: httpx.TransportError) -> type[PushError]:
+        if self._name == "vLLM":
+            return EngineLostError
+        return ProxyGoneError if isinstance(error, httpx.ConnectError) else PushError
 
     def close(self) -> None:
         self._client.close()
@@ -196,94 +205,6 @@ class CandidateControl(VllmControl):
 
     def _send(self, served: ServedWeights) -> None:
         self._update({"paths": list(served.paths), "candidate": True})
-
-
-class ProxyControl:
-    """The proxy's gate. Without a `url` there is none, and nothing is done."""
-
-    def __init__(
-        self,
-        url: str | None,
-        timeout_s: float,
-        *,
-        key: str | None,
-        hold_ttl_s: float,
-    ) -> None:
-        """`key` is its control key, or its admin key; a hold that nobody renews opens by itself
-        after `hold_ttl_s`."""
-        self._peer = Peer("the proxy", url, timeout_s, key) if url else None
-        self._hold_ttl_s = hold_ttl_s
-        self._upstream: dict[str, str] = {}  # of one server alone
-        self._model: dict[str, str] = {}  # of the candidate of that name alone
-
-    @contextlib.contextmanager
-    def only(self, upstream: str) -> Iterator[None]:
-        """What is asked meanwhile is of that server alone."""
-        self._upstream = {"upstream": upstream}
-        try:
-            yield
-        finally:
-            self._upstream = {}
-
-    @contextlib.contextmanager
-    def of_candidate(self, model: str) -> Iterator[None]:
-        """Versions that are set meanwhile are of the candidate that has that name on all servers.
-        All calls are held, for it stands still with the others."""
-        self._model = {"model": model}
-        try:
-            yield
-        finally:
-            self._model = {}
-
-    def hold(self, *, drain_s: float) -> None:
-        """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
-        body = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
-        self._post("/api/push/hold", json=body)
-
-    def set_version(self, version: int) -> None:
-        body = {"version": version, **self._upstream, **self._model}
-        self._post("/api/push/version", json=body)
-
-    def set_canary(self, share: float, **place: str) -> None:
-        """That share of rollouts goes to the server (`upstream`), and no other; or gets the
-        candidate by its name (`model`)."""
-        self._post("/api/push/canary", json={"share": share, **place})
-
-    def end_canary(self) -> None:
-        # Without effect? All servers have the same weights, and one that was started has none.
-        with contextlib.suppress(PushError):
-            self._post("/api/push/canary", json={"share": 0})
-
-    def has_another(self, version: int, *, of_upstreams: Mapping[str, int] | None = None) -> bool:
-        """Whether calls wait, or are recorded as of another version: of a proxy that was started
-        since the last push. `of_upstreams`: which servers, or which candidate by its name, have
-        another one, and which. False where it does not answer."""
-        state: dict[str, Any] = {}
-        path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
-        if self._peer:
-            with contextlib.suppress(PushError):
-                state = self._peer.get(path, timeout=LOOK_TIMEOUT_S)
-        if not state:
-            return False
-        said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}
-        if (model := state.get("canary", {}).get("model")) is not None:
-            said[model] = state["canary"].get("version")
-        apart = {place: other for place, other in said.items() if other != state.get("version")}
-        is_ours = state.get("version") == version and apart == dict(of_upstreams or {})
-        return state.get("held") is True or not is_ours
-
-    def release(self) -> None:
-        # Without effect? A hold opens by itself after its ttl.
-        with contextlib.suppress(PushError):
-            self._post("/api/push/release", **({"json": self._upstream} if self._upstream else {}))
-
-    def close(self) -> None:
-        if self._peer:
-            self._peer.close()
-
-    def _post(self, path: str, **request: Any) -> None:
-        if self._peer:
-            self._peer.post(path, **request)
 
 
 def _reason(response: httpx.Response) -> str:

@@ -18,12 +18,12 @@ from typing import Protocol
 
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
-    ProxyControl,
     PushError,
     ServedWeights,
     SleepLevel,
 )
 from tracegrad_trainer.inference.engine_group import EngineGroup
+from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.wake_guard import WakeGuard, WakePlan
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 

@@ -109,7 +109,7 @@ class WeightPublisher:
             self.pusher = stack.enter_context(
                 WeightPusher(
                     settings.engine_urls,
-                    settings.url,
+                    settings.push.proxies or settings.url,
                     proxy_key=key.get_secret_value() if key else None,
                     version=NOTHING_SERVED,
                     checkpoint=zero_adapter(link)

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,11 +26,11 @@ from typing import IO, Any
 from tracegrad.log_format import write_log
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
-    ProxyControl,
     PushError,
     ServedWeights,
     VllmControl,
 )
+from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.launch.folder_lock import FolderLockedError, lock_for_ranks
 
 logger = logging.getLogger("tracegrad_trainer.inference.wake_guard")
@@ -49,7 +50,7 @@ class GuardedEngine:
     """Whom it calls. `state_dir`: while it wakes vLLM, no other trainer begins there."""
 
     vllm_url: str
-    proxy_url: str | None
+    proxy_urls: Sequence[str]
     proxy_key: str | None
     hold_ttl_s: float
     timeout_s: float
@@ -143,7 +144,7 @@ class WakeGuard:
 def watch(orders: IO[str], answers: IO[str], engine: GuardedEngine) -> WakePlan | None:
     """Renews the hold while there is a plan, until the orders end; the plan at that time."""
     proxy = ProxyControl(
-        engine.proxy_url,
+        engine.proxy_urls,
         RENEW_TIMEOUT_S,
         key=engine.proxy_key,
         hold_ttl_s=engine.hold_ttl_s,
@@ -200,7 +201,7 @@ def wake(plan: WakePlan, engine: GuardedEngine, *, pause_s: float = PAUSE_S) -> 
     """`bring_back`, again while vLLM refuses. Raises PushError, EngineLostError."""
     vllm = VllmControl(engine.vllm_url, engine.timeout_s)
     proxy = ProxyControl(
-        engine.proxy_url,
+        engine.proxy_urls,
         engine.timeout_s,
         key=engine.proxy_key,
         hold_ttl_s=engine.hold_ttl_s,

@@ -25,7 +25,6 @@ from tracegrad.events import Json
 from tracegrad_trainer.inference.canary_push import CanaryAdapter, CanaryEngine, CanaryPush
 from tracegrad_trainer.inference.control_routes import (
     CandidateControl,
-    ProxyControl,
     PushError,
     ServedWeights,
     VllmControl,
@@ -37,6 +36,7 @@ from tracegrad_trainer.inference.engine_sleep import (
     EngineStop,
     SleepSettings,
 )
+from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.rolling_push import roll
 from tracegrad_trainer.inference.wake_guard import GuardedEngine, WakeGuard
 from tracegrad_trainer.inference.weight_directory import choose_directory
@@ -92,20 +92,21 @@ class WeightPusher:
 
     `version` and `checkpoint` are what is served now: what a failed first push returns to.
     `directory` is where the weight files go (default: see `weight_directory`). Without
-    `proxy_url`, only the engine's own queue holds calls; `proxy_key` is the proxy's control key,
-    or its admin key. With `sleep` the engine does not only pause, it sleeps. `hold_ttl_s`: default
-    two minutes, or as long as a request may take. With `adapter`, the content of an
-    adapter_config.json, a push is of such an adapter, under peft's names, and `checkpoint` the
-    folder of one. `transport`: how the files' tensors reach an engine, of its URL and `timeout_s`;
-    default: it sees the files. `keep_cache`: running requests keep what the old weights computed;
-    calls must be told apart by version then (vLLM's `cache_salt`), as the proxy does. `rolling`:
-    engines change one after the other. `canary`: for candidates.
+    `proxy_url`, only the engine's own queue holds calls; several are those of all proxies that
+    are before the engines; `proxy_key` is the proxy's control key, or its admin key. With
+    `sleep` the engine does not only pause, it sleeps. `hold_ttl_s`: default two minutes, or as
+    long as a request may take. With `adapter`, the content of an adapter_config.json, a push is
+    of such an adapter, under peft's names, and `checkpoint` the folder of one. `transport`: how
+    the files' tensors reach an engine, of its URL and `timeout_s`; default: it sees the files.
+    `keep_cache`: running requests keep what the old weights computed; calls must be told apart
+    by version then (vLLM's `cache_salt`), as the proxy does. `rolling`: engines change one
+    after the other. `canary`: for candidates.
     """
 
     def __init__(
         self,
         vllm_url: str | Sequence[str],
-        proxy_url: str | None = None,
+        proxy_url: str | Sequence[str] | None = None,
         *,
         proxy_key: str | None = None,
         version: int = 0,
@@ -154,7 +155,8 @@ class WeightPusher:
         self._keeps_cache = keep_cache
         if sleep:
             state_dir = str(sleep.state_dir)
-            guarded = GuardedEngine(urls[0], proxy_url, proxy_key, hold_ttl_s, timeout_s, state_dir)
+            proxies = (proxy_url,) if isinstance(proxy_url, str) else tuple(proxy_url or ())
+            guarded = GuardedEngine(urls[0], proxies, proxy_key, hold_ttl_s, timeout_s, state_dir)
             halt = EngineSleep(
                 engines,
                 proxy,

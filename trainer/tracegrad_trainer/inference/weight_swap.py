@@ -18,12 +18,12 @@ from contextlib import contextmanager
 
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
-    ProxyControl,
     PushError,
     ServedWeights,
 )
 from tracegrad_trainer.inference.engine_group import EngineGroup
 from tracegrad_trainer.inference.engine_sleep import EngineStop
+from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.weight_buckets import names_in_parts
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 

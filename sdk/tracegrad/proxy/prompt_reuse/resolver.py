@@ -121,10 +121,10 @@ class PromptReuse:
         if parent is None and rollout_id is None:
             await self._read_earlier()
             parent = self._trees.find(said, None)
-        if parent is None and rollout_id is not None:
-            turns = await self._trees.turns(rollout_id, refresh=True)
-            parent = self._trees.find(said, rollout_id)
+        if rollout_id is not None and not _is_last_reply(parent, said):
+            parent = await self._find_stored(said, rollout_id, parent)
             if parent is None and not self._trees.answered_otherwise(said, rollout_id):
+                turns = self._trees.in_memory(rollout_id)
                 return ContinuationPlan(rollout_id, said, fork=_missed(said, turns))
         if rollout_id is not None and not _is_last_reply(parent, said):
             # It continues no recorded reply; if it has one with a change, that is why.
@@ -138,6 +138,16 @@ class PromptReuse:
         if isinstance(prompt, PromptFork):
             return ContinuationPlan(parent.rollout_id, said, parent, fork=prompt)
         return ContinuationPlan(parent.rollout_id, said, parent, prompt.ids)
+
+    async def _find_stored(
+        self, said: HashedConversation, rollout_id: str, found: CachedTurn | None
+    ) -> CachedTurn | None:
+        """In place of what was `found` here: the last reply may be another proxy's, of the same
+        store. Raises what the store raises."""
+        if found is not None and not await self._trees.is_behind(rollout_id):
+            return found
+        await self._trees.turns(rollout_id, refresh=True)
+        return self._trees.find(said, rollout_id)
 
     async def _read_earlier(self) -> None:
         """Once; who comes meanwhile waits for the same reading."""

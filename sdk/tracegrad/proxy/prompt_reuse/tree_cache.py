@@ -41,6 +41,7 @@ class TurnReader(Protocol):
         self, rollout_id: str, *, raw: bool = True, expert_routing: bool = True
     ) -> list[Turn]: ...
     def find_turn(self, turn_id: str, *, expert_routing: bool = True) -> Turn | None: ...
+    def count_turns(self, rollout_id: str) -> int: ...
     def recent_inferred(self, most: int) -> list[str]: ...
 
 
@@ -166,6 +167,12 @@ class TurnTreeCache:
             # Others wait for the same reading: a call that is cancelled must not stop it.
             await within_store_timeout(asyncio.shield(tree.loading))
         return list(tree.turns.values())
+
+    async def is_behind(self, rollout_id: str) -> bool:
+        """Whether the store has turns of the rollout that are not here: another proxy's, or some
+        that were forgotten. Raises what the store raises."""
+        stored = await within_store_timeout(run_in_thread(self._store.count_turns, rollout_id))
+        return stored > len(self.in_memory(rollout_id))
 
     async def read_inferred(self, most: int) -> None:
         """The conversations without a name that had a call last, as many as fit in half of the

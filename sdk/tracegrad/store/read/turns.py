@@ -14,7 +14,7 @@ from itertools import groupby, product
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, select
+from sqlalchemy import Connection, Row, Select, bindparam, func, select
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import UNACKNOWLEDGED, Json, Turn, token_id_array
@@ -116,6 +116,11 @@ def find_turn(
         rows, _shared_texts(connection, rows, raw), expert_routing=expert_routing
     )
     return turns[-1] if turns else None
+
+
+def count_turns(connection: Connection, rollout_id: str) -> int:
+    of_rollout = select(func.count()).where(Turns.rollout_id == rollout_id)
+    return connection.execute(of_rollout).scalar_one()
 
 
 def _shared_texts(

@@ -30,6 +30,9 @@ class NothingStored:
     def rollout_turns(self, rollout_id: str, **_: bool) -> list[Turn]:
         return []
 
+    def count_turns(self, rollout_id: str) -> int:
+        return 0
+
     def recent_inferred(self, most: int) -> list[str]:
         return []
 

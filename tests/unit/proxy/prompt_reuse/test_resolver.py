@@ -306,6 +306,43 @@ def test_a_conversation_without_a_name_goes_on_after_a_restart(
         assert (second.parent_id, second.fork_reason) == (first.turn_id, None)
 
 
+@pytest.mark.parametrize("edits", [False, True])
+def test_a_rollout_whose_calls_come_to_two_proxies_is_one_path(
+    engine: MockEngine, serve_proxy: ServeProxy, store: Store, edits: bool
+) -> None:
+    """What one proxy knows of a rollout is old when the other has answered since."""
+    engine.replies += [Answer(f"reply {number}") for number in range(6)]
+    messages = [user("go")]
+    with serve_proxy() as first, serve_proxy() as second:
+        for http in (first, second, second, first, second, first):
+            asked = http.post(f"/rollouts/r1{CHAT}", json={"messages": messages})
+            said = asked.json()["choices"][0]["message"]["content"]
+            messages += [says(f"In short, {said}" if edits else said), user("on")]
+    turns = store.rollout_turns("r1")
+    assert len(turns) == 6
+    if edits:
+        assert {turn.fork_reason for turn in turns[1:]} == {"edited_content"}
+    else:
+        assert [turn.parent_id for turn in turns[1:]] == [turn.turn_id for turn in turns[:-1]]
+
+
+async def test_what_is_not_the_last_reply_is_not_read_again_where_nobody_else_wrote() -> None:
+    """As of an agent that puts words into the model's mouth."""
+    store = CountingStore({})
+    continuation = PromptReuse(store, limit_bytes=100_000)
+    plan = await continuation.plan("r", a_call())
+    response = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
+    turn = replace(a_turn("r", [1], [2]), response=response, finish_reason="stop")
+    continuation.add(cached_turn(turn, plan.conversation))
+    store.turns["r"] = [turn]
+    for _ in range(3):
+        plan = await continuation.plan(
+            "r", a_call(user("go"), says("ok"), user("on"), says("made up"), user("on"))
+        )
+        assert plan.parent is not None
+    assert store.reads == 0
+
+
 async def test_earlier_conversations_are_read_once_and_again_after_a_failure() -> None:
     store = CountingStore({})
     asked: list[int] = []
@@ -345,6 +382,9 @@ class CountingStore:
     ) -> list[Turn]:
         self.reads += 1
         return list(self.turns.get(rollout_id, ()))
+
+    def count_turns(self, rollout_id: str) -> int:
+        return len(self.turns.get(rollout_id, ()))
 
     def recent_inferred(self, most: int) -> list[str]:
         return [*self.turns][::-1][:most]

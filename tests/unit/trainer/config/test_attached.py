@@ -11,6 +11,7 @@ from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.rl.own_launcher import START_AGAIN, exit_code, is_own_launcher
 
 URLS = ["http://10.0.0.1:8000/v1", "http://10.0.0.1:8001"]
+PROXIES = ["http://10.0.0.2:4141", "http://10.0.0.3:4141"]
 
 
 def test_a_push_and_calls_go_to_the_servers_that_are_named(tmp_path: Path) -> None:
@@ -18,6 +19,13 @@ def test_a_push_and_calls_go_to_the_servers_that_are_named(tmp_path: Path) -> No
     expected = ("http://10.0.0.1:8000", "http://10.0.0.1:8001")
     assert settings.engine_urls == settings.proxy.upstreams == expected
     assert settings.vllm.url == expected[0]
+
+
+def test_agents_call_one_address_and_a_push_goes_to_each_proxy_behind_it(tmp_path: Path) -> None:
+    push = {"proxies": [f"{url}/" for url in PROXIES]}
+    settings = trainer_settings(tmp_path, proxy_url="http://10.0.0.1:4141", push=push)
+    assert settings.url == "http://10.0.0.1:4141"
+    assert settings.push.proxies == tuple(PROXIES)
 
 
 def test_a_push_goes_through_the_gate_of_the_proxy_that_is_named(tmp_path: Path) -> None:
@@ -35,6 +43,12 @@ def test_a_push_goes_through_the_gate_of_the_proxy_that_is_named(tmp_path: Path)
         ({"vllm": {"urls": URLS}, "gpus": {"share": True}}, "gpus.share: vllm.urls names servers"),
         ({"vllm": {"urls": URLS}, "gpus": {"vllm": "0"}}, "gpus.vllm: vllm.urls names servers"),
         ({"proxy_url": "10.0.0.1:4141"}, "is no base URL: write it as http://HOST:PORT"),
+        ({"push": {"proxies": ["a:4141"]}}, "is no base URL: write it as http://HOST:PORT"),
+        ({"push": {"proxies": PROXIES}}, "push.proxies: names proxies .* set proxy_url"),
+        (
+            {"push": {"proxies": [*PROXIES, f"{PROXIES[0]}/v1"]}, "proxy_url": "http://a:4141"},
+            "push.proxies: names a proxy twice",
+        ),
     ],
 )
 def test_what_contradicts_it_is_refused_by_name(

@@ -32,12 +32,12 @@ from tracegrad_trainer.inference import publish
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     Peer,
-    ProxyControl,
     PushError,
     SleepLevel,
     VllmControl,
 )
 from tracegrad_trainer.inference.engine_sleep import EngineSleep, SleepSettings
+from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.inference.wake_guard import ATTEMPTS, PAUSE_S, WakePlan, bring_back
 from tracegrad_trainer.inference.weight_directory import PREFIX

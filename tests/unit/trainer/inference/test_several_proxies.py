@@ -1,0 +1,190 @@
+"""Weights that change behind several proxies: all of them wait, or those that are there."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from support.system.log_lines import our_lines
+from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
+from tracegrad_trainer.inference.control_routes import PushError
+from tracegrad_trainer.inference.weight_push import WeightPusher
+
+GATE = ["/api/push/hold", "/api/push/version", "/api/push/release"]
+
+
+@pytest.fixture
+def engine() -> Iterator[SleepingEngine]:
+    """With the first of the proxies on its port."""
+    engine = SleepingEngine()
+    engine.weights |= {1: 1.0, 2: 2.0, 3: 3.0}
+    yield engine
+    engine.close()
+    assert engine.wrong == []
+
+
+class SecondProxy:
+    """On a port of its own; `server` is a new one after each start."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.start()
+        self.server.state.held = False
+
+    def start(self) -> None:
+        """It holds its calls, and knows of no version."""
+        self.server = SleepingEngine(self.port)
+        self.port = self.server.server.server_port
+        self.server.weights = defaultdict(lambda: MODEL_FOLDER)  # no engine is here
+        self.server.start_proxy_again(version=0)
+
+    def end(self) -> None:
+        self.server.close()
+
+    @property
+    def url(self) -> str:
+        return self.server.url
+
+    @property
+    def state(self) -> tuple[int, bool]:
+        return self.server.state.version, self.server.state.held
+
+
+@pytest.fixture
+def second() -> Iterator[SecondProxy]:
+    second = SecondProxy()
+    yield second
+    second.end()
+
+
+@pytest.fixture
+def pusher(engine: SleepingEngine, second: SecondProxy, tmp_path: Path) -> Iterator[WeightPusher]:
+    folder, shared = tmp_path / "checkpoint", tmp_path / "shm"
+    folder.mkdir()
+    shared.mkdir()
+    save_file({"w": torch.tensor([MODEL_FOLDER])}, folder / "model.safetensors")
+    proxies = [engine.url, second.url]
+    with WeightPusher(
+        engine.url, proxies, checkpoint=folder, directory=shared, timeout_s=30
+    ) as pusher:
+        yield pusher
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("w", torch.tensor([value]))]
+
+
+def gate_calls(server: SleepingEngine) -> list[str]:
+    return [call for call in server.calls if call in GATE]
+
+
+def test_all_wait_before_the_engine_stops_and_open_after_it_goes_on(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    assert gate_calls(engine) == gate_calls(second.server) == GATE
+    held, marked, opened = (second.server.at[second.server.calls.index(call)] for call in GATE)
+    at = dict(zip(engine.calls, engine.at, strict=True))
+    assert held < at["/pause keep true"] < marked < at["/resume"] < opened
+    assert second.state == (1, False)
+    assert not pusher.restore()
+
+
+def test_a_push_goes_on_without_one_that_is_gone(
+    second: SecondProxy,
+    engine: SleepingEngine,
+    pusher: WeightPusher,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    second.end()
+    with caplog.at_level(logging.WARNING):
+        pusher.push(1, weights(1.0))
+        pusher.push(2, weights(2.0))
+    said = [line for line in our_lines(caplog) if second.url in line]
+    assert said == [f"the proxy at {second.url} is gone: weights are pushed without it"]
+    assert gate_calls(engine) == GATE * 2
+    assert engine.serves
+
+
+def test_one_that_is_there_again_holds_until_it_has_been_told_the_version(
+    second: SecondProxy, pusher: WeightPusher
+) -> None:
+    second.end()
+    pusher.push(1, weights(1.0))
+    assert not pusher.restore(), "it is not there yet"
+    second.start()
+    assert second.state == (0, True)
+    assert pusher.restore()
+    assert second.state == (1, False)
+    assert not pusher.restore()
+    pusher.push(2, weights(2.0))
+    assert second.state == (2, False)
+
+
+@pytest.mark.parametrize("moment", ["/pause keep true", "/resume"])
+def test_one_that_comes_in_the_middle_of_a_push_is_not_opened_by_it(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher, moment: str
+) -> None:
+    second.end()
+    left = [moment]
+
+    def starts(number: int, path: str) -> bool:
+        if path in left:
+            left.remove(path)
+            second.start()
+        return False
+
+    engine.refuse = starts
+    pusher.push(1, weights(1.0))
+    assert left == []
+    assert second.state == (0, True)
+    assert pusher.restore()
+    assert second.state == (1, False)
+
+
+def test_one_that_ends_in_the_middle_of_a_push_costs_the_others_nothing(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    left = ["/pause keep true"]
+
+    def ends(number: int, path: str) -> bool:
+        if path in left:
+            left.remove(path)
+            second.end()
+        return False
+
+    engine.refuse = ends
+    pusher.push(1, weights(1.0))
+    assert left == []
+    assert gate_calls(engine) == GATE
+    assert engine.serves
+
+
+def test_what_one_refuses_is_taken_back_from_all(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    second.server.refuse_once("/api/push/version")
+    with pytest.raises(PushError, match=rf"{second.url}: the proxy refused /api/push/version"):
+        pusher.push(1, weights(1.0))
+    assert engine.state.version == 0
+    assert second.state == (0, False)
+    assert engine.serves
+    pusher.push(2, weights(2.0))
+    assert second.state == (2, False)
+
+
+def test_nobody_there_is_an_error(engine: SleepingEngine, tmp_path: Path) -> None:
+    gone = [SecondProxy(), SecondProxy()]
+    for each in gone:
+        each.end()
+    with WeightPusher(engine.url, [each.url for each in gone], directory=tmp_path) as pusher:
+        for version in (1, 2):
+            with pytest.raises(PushError, match=rf"{gone[0].url} does not answer /api/push/hold"):
+                pusher.push(version, weights(1.0))
+    assert engine.serves

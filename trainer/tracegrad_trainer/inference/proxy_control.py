@@ -1,0 +1,164 @@
+"""The gate of our proxy, as a weight push and a sleep drive it; of several behind one address, all
+of their gates.
+
+No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard`) needs it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tracegrad.events import Json
+from tracegrad_trainer.inference.control_routes import (
+    LOOK_TIMEOUT_S,
+    Peer,
+    ProxyGoneError,
+    PushError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ProxyControl:
+    """Without `urls` there is no gate, and nothing is done.
+
+    Of several proxies each is asked, side by side, and an error of one is an error of all. But for
+    one that is gone: it serves nobody, and a push goes on without it as long as one is left. When
+    it is there again it holds its calls, as every proxy does that starts before a trainer. So it
+    must not be opened by a push that has told it no version: what a hold (or `has_another`, before
+    everything is told again) has not reached is left out until the next.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str] | None,
+        timeout_s: float,
+        *,
+        key: str | None,
+        hold_ttl_s: float,
+    ) -> None:
+        """`key` is their control key, or their admin key; a hold that nobody renews opens by itself
+        after `hold_ttl_s`."""
+        urls = (urls,) if isinstance(urls, str) else tuple(urls or ())
+        self._proxies = tuple(Peer("the proxy", url, timeout_s, key) for url in urls)
+        self._reached = self._proxies
+        self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="proxies")
+        self._hold_ttl_s = hold_ttl_s
+        self._upstream: dict[str, str] = {}  # of one server alone
+        self._model: dict[str, str] = {}  # of the candidate of that name alone
+
+    @contextlib.contextmanager
+    def only(self, upstream: str) -> Iterator[None]:
+        """What is asked meanwhile is of that server alone."""
+        self._upstream = {"upstream": upstream}
+        try:
+            yield
+        finally:
+            self._upstream = {}
+
+    @contextlib.contextmanager
+    def of_candidate(self, model: str) -> Iterator[None]:
+        """Versions that are set meanwhile are of the candidate that has that name on all servers.
+        All calls are held, for it stands still with the others."""
+        self._model = {"model": model}
+        try:
+            yield
+        finally:
+            self._model = {}
+
+    def hold(self, *, drain_s: float) -> None:
+        """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
+        body: Json = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
+        self._post("/api/push/hold", body, to=self._proxies)
+
+    def set_version(self, version: int) -> None:
+        body: Json = {"version": version, **self._upstream, **self._model}
+        self._post("/api/push/version", body)
+
+    def set_canary(self, share: float, **place: str) -> None:
+        """That share of rollouts goes to the server (`upstream`), and no other; or gets the
+        candidate by its name (`model`)."""
+        self._post("/api/push/canary", {"share": share, **place})
+
+    def end_canary(self) -> None:
+        # Without effect? All servers have the same weights, and one that was started has none.
+        with contextlib.suppress(PushError):
+            self._post("/api/push/canary", {"share": 0})
+
+    def has_another(self, version: int, *, of_upstreams: Mapping[str, int] | None = None) -> bool:
+        """Whether calls wait, or are recorded as of another version: of a proxy that was started
+        since the last push. `of_upstreams`: which servers, or which candidate by its name, have
+        another one, and which. False of one that does not answer."""
+        path = "/api/push" if of_upstreams is None else "/api/push/upstreams"
+        states, errors = self._each(
+            self._proxies, lambda proxy: proxy.get(path, timeout=LOOK_TIMEOUT_S)
+        )
+        self._reach(self._proxies, errors)
+        apart = dict(of_upstreams or {})
+        return any(_is_another(state, version, apart) for state in states.values() if state)
+
+    def release(self) -> None:
+        # Without effect? A hold opens by itself after its ttl.
+        with contextlib.suppress(PushError):
+            self._post("/api/push/release", self._upstream or None)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        for proxy in self._proxies:
+            proxy.close()
+
+    def _post(self, path: str, body: Json | None, *, to: Sequence[Peer] | None = None) -> None:
+        """To those that were reached last, or `to` others, which are reached then."""
+        asked = self._reached if to is None else to
+        request = {} if body is None else {"json": body}
+        _, errors = self._each(asked, lambda proxy: proxy.post(path, **request))
+        left = self._reach(asked, errors)
+        for url, error in errors.items():
+            if not (isinstance(error, ProxyGoneError) and left):
+                raise self._named(url, error)
+        if self._proxies and not left:
+            raise PushError(f"no proxy answers {path}")
+
+    def _each(
+        self, proxies: Sequence[Peer], ask: Callable[[Peer], Any]
+    ) -> tuple[dict[str, Any], dict[str, PushError]]:
+        """Answers and errors, by URL. All have come to an end."""
+        asked = {proxy.url: self._threads.submit(ask, proxy) for proxy in proxies}
+        answers: dict[str, Any] = {}
+        errors: dict[str, PushError] = {}
+        for url, answer in asked.items():
+            try:
+                answers[url] = answer.result()
+            except PushError as error:
+                errors[url] = error
+        return answers, errors
+
+    def _named(self, url: str, error: PushError) -> PushError:
+        return error if len(self._proxies) == 1 else PushError(f"{url}: {error}")
+
+    def _reach(self, asked: Sequence[Peer], errors: Mapping[str, PushError]) -> Sequence[Peer]:
+        """From now on those that were `asked`, but for who is gone."""
+        left = tuple(
+            proxy for proxy in asked if not isinstance(errors.get(proxy.url), ProxyGoneError)
+        )
+        if len(self._proxies) > 1:
+            for proxy in set(self._reached) - set(left):
+                logger.warning("the proxy at %s is gone: weights are pushed without it", proxy.url)
+            for proxy in set(left) - set(self._reached):
+                logger.warning("the proxy at %s is there again", proxy.url)
+        self._reached = left
+        return left
+
+
+def _is_another(state: Mapping[str, Any], version: int, apart: Mapping[str, int]) -> bool:
+    """Of a proxy in that `state`: as `has_another`, with the versions that are to be `apart`."""
+    said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}
+    if (model := state.get("canary", {}).get("model")) is not None:
+        said[model] = state["canary"].get("version")
+    differing = {place: other for place, other in said.items() if other != state.get("version")}
+    is_ours = state.get("version") == version and differing == apart
+    return state.get("held") is True or not is_ours
