@@ -113,7 +113,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "tracegrad.cli": (
         "missing_dependency render options store_option",
-        "run_invocation",
+        "run_invocation terminal",
         "commands",
         "app",
         "__main__",

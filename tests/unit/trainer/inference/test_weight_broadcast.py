@@ -177,7 +177,7 @@ def test_an_error_of_one_engine_is_raised_when_no_other_is_at_work() -> None:
 
     class Control(VllmControl):
         def load(self, served: ServedWeights) -> None:
-            if self._peer._url.endswith("1"):
+            if self._peer.url.endswith("1"):
                 Timer(0.2, asked.set).start()
                 raise torch.OutOfMemoryError("no room")
             asked.wait(60)
