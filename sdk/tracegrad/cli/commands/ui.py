@@ -24,7 +24,8 @@ def ui_command(
     which: RolloutFilter = ALL,
 ) -> None:
     """Look at rollouts in the terminal; the proxy's web page shows more, at /ui."""
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # Textual draws on standard error.
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         fail("ui needs a terminal; `tracegrad rollouts ls` and `show` write to pipes", USAGE_ERROR)
     with naming_the_extra("tracegrad ui", "ui"):
         from tracegrad.cli.terminal.app import RolloutBrowser

@@ -19,7 +19,7 @@ class RolloutBrowser(App[None]):
     CSS = """
     .heads { height: 1; padding: 0 1; }
     .status { height: 1; padding: 0 1; color: $text-muted; }
-    OptionList, RichLog { border: none; padding: 0 1; scrollbar-gutter: stable; }
+    OptionList, RichLog { height: 1fr; border: none; padding: 0 1; scrollbar-gutter: stable; }
     """
 
     def __init__(self, store: Store, wanted: RolloutFilter, opened: str | None = None) -> None:
