@@ -38,7 +38,7 @@ FROM ${PYTHON_IMAGE} AS base
 # A number, so that Kubernetes can see that it is not root.
 RUN echo 'tracegrad:x:10001:10001::/data:/usr/sbin/nologin' >>/etc/passwd \
     && echo 'tracegrad:x:10001:' >>/etc/group \
-    && mkdir /data && chown 10001:10001 /data
+    && mkdir /data /models /state && chown 10001:10001 /data /models /state
 ENV PATH=/opt/tracegrad/bin:$PATH PYTHONUNBUFFERED=1 HOME=/data
 WORKDIR /data
 VOLUME /data

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from support.deploy.haproxy import haproxy
 from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.engines.prompt_driven_engine import PromptDrivenEngine
-from support.proxy.balancer import balancer
 from support.proxy.proxy_process import ProxyProcess
 from support.proxy.servers import CONTROL_KEY, EngineServer, eventually, serving
 from support.store import postgres_server
@@ -77,7 +77,7 @@ def fleet(server: postgres_server.Server, tmp_path: Path) -> Iterator[Fleet]:
         try:
             for proxy in proxies:
                 proxy.start()
-            with balancer([proxy.port for proxy in proxies], tmp_path / "haproxy.log") as url:
+            with haproxy([proxy.url for proxy in proxies], tmp_path / "haproxy.log") as url:
                 yield Fleet(url, proxies, engine, store)
         finally:
             for proxy in proxies:
