@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 
 import pytest
 from textual.pilot import Pilot
 from textual.widgets import OptionList, RichLog, Static
-from textual.worker import WorkerCancelled
 from typer.testing import CliRunner
 
 from support.cli.sample_rollouts import every_sample
@@ -56,8 +54,10 @@ async def text(pilot: Pilots) -> str:
 
 
 async def settled(pilot: Pilots) -> None:
-    with suppress(WorkerCancelled):  # another of its group has begun
-        await pilot.app.workers.wait_for_complete()
+    """One worker may begin another."""
+    await pilot.pause()
+    while not all(worker.is_finished for worker in pilot.app.workers):
+        await pilot.pause(0.005)
     await pilot.pause()
 
 
