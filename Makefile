@@ -6,7 +6,7 @@ BIN := .venv/bin
 # compile what it imports again, which doubles the CPU time of a vLLM's start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts soak gpu-check \
+.PHONY: demo live test test-fast test-frameworks test-long bench-proxy bench-store bench-trainer bench-kills bench-rollouts bench-scale soak gpu-check \
 	controls cli-agent sql-agent multi-agent distillation check docs install install-dev lock dist sbom test-packages image
 
 install:  ## what the demo needs
@@ -56,6 +56,9 @@ bench-kills: install-dev  ## the demo's task while its processes are killed, 105
 
 bench-rollouts: install-dev  ## rollouts a minute under four schedules (HARBOR_PYTHON: one with harbor), what a rollout takes; writes docs/bench-rollouts.md
 	@exec $(BIN)/python -m bench.rollouts $(if $(HARBOR_PYTHON),--harbor-python $(HARBOR_PYTHON))
+
+bench-scale: install-dev  ## a simulated day of 10,000 agents through the proxy and both databases, its first bottleneck; writes docs/bench-scale.md
+	@exec $(BIN)/python -m bench.scale
 
 soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
 	@exec $(BIN)/python -m bench.soak

@@ -6,14 +6,15 @@ answer's id, the prompt's ids, the usage) is put in when a call comes.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from bench.proxy.calls import MODEL, Reply
+from bench.proxy.calls import MODEL
 
 _CREATED = 1_700_000_000
 # Stands where the id of an answer comes, in as many bytes.
@@ -24,6 +25,22 @@ _SSE_HEAD = (
     b"transfer-encoding: chunked\r\n\r\n"
 )
 _SSE_END = b"0\r\n\r\n"
+# Replies whose bytes are kept, each in what it may be told with.
+_KEPT = 512
+
+
+class Sampled(Hashable, Protocol):
+    """A reply: what each of its tokens reads as, the last one (which ends it) as nothing. Equal
+    ones have the same bytes."""
+
+    @property
+    def texts(self) -> Sequence[str]: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +69,12 @@ def answer_id(number: int) -> bytes:
     return b"%032x" % number
 
 
-def whole(prompt: PromptIds, reply: Reply, told: Told, number: int) -> bytes:
+def whole(prompt: PromptIds, reply: Sampled, told: Told, number: int) -> bytes:
     """The response, headers and all, to call `number`."""
     usage = orjson.dumps(
         {**_usage(prompt.count, len(reply.ids)), "completion_tokens_details": None}
     )
-    body = _whole_frame(reply.number, told.ids, told.logprobs) % (
+    body = _whole_frame(reply, told.ids, told.logprobs) % (
         answer_id(number),
         usage,
         prompt.json if told.ids else b"null",
@@ -65,9 +82,8 @@ def whole(prompt: PromptIds, reply: Reply, told: Told, number: int) -> bytes:
     return json_response(body)
 
 
-@cache
-def _whole_frame(reply_number: int, ids: bool, logprobs: bool) -> bytes:
-    reply = Reply(reply_number)
+@lru_cache(maxsize=_KEPT)
+def _whole_frame(reply: Sampled, ids: bool, logprobs: bool) -> bytes:
     message = {
         "role": "assistant",
         "content": reply.text,
@@ -111,13 +127,13 @@ class Stream:
         return self.data[self.ends[at - 1] if at else 0 : self.ends[at]]
 
 
-def stream(prompt: PromptIds, reply: Reply, told: Told, chunk_tokens: int, number: int) -> Stream:
+def stream(prompt: PromptIds, reply: Sampled, told: Told, chunk_tokens: int, number: int) -> Stream:
     """The role and the first tokens are one piece, as an engine sends them at once.
 
     The last piece has what follows the last tokens: usage, if it is asked for, and `[DONE]`.
     """
     name = answer_id(number)
-    frame = _stream_frame(reply.number, told.ids, told.logprobs, chunk_tokens)
+    frame = _stream_frame(reply, told.ids, told.logprobs, chunk_tokens)
     first = _http_chunk(_event(_first_chunk(prompt, told)))
     last = b""
     if told.usage:
@@ -145,10 +161,9 @@ def _first_chunk(prompt: PromptIds, told: Told) -> bytes:
     return start[:-1] + b',"prompt_token_ids":' + (prompt.json if told.ids else b"null") + b"}"
 
 
-@cache
-def _stream_frame(reply_number: int, ids: bool, logprobs: bool, chunk_tokens: int) -> Stream:
+@lru_cache(maxsize=_KEPT)
+def _stream_frame(reply: Sampled, ids: bool, logprobs: bool, chunk_tokens: int) -> Stream:
     """What lies between the first chunk and the end."""
-    reply = Reply(reply_number)
     entries = _entries(reply)
     chunks = []
     for start in range(0, len(reply.ids), chunk_tokens):
@@ -167,9 +182,8 @@ def _stream_frame(reply_number: int, ids: bool, logprobs: bool, chunk_tokens: in
     return Stream(b"".join(chunks), tuple(accumulate(map(len, chunks))))
 
 
-@cache
-def _entries_of(reply_number: int) -> tuple[dict[str, Any], ...]:
-    reply = Reply(reply_number)
+@lru_cache(maxsize=_KEPT)
+def _entries_of(reply: Sampled) -> tuple[dict[str, Any], ...]:
     texts = [*reply.texts[:-1], _END_TEXT]
     return tuple(
         {"token": text, "logprob": lp, "bytes": list(text.encode()), "top_logprobs": []}
@@ -177,8 +191,8 @@ def _entries_of(reply_number: int) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _entries(reply: Reply) -> list[dict[str, Any]]:
-    return list(_entries_of(reply.number))
+def _entries(reply: Sampled) -> list[dict[str, Any]]:
+    return list(_entries_of(reply))
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:

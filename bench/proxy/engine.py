@@ -18,7 +18,7 @@ import orjson
 import uvloop
 
 from bench.proxy import answers
-from bench.proxy.answers import PromptIds, Told
+from bench.proxy.answers import PromptIds, Sampled, Told
 from bench.proxy.calls import MODEL, PROMPTS, REPLIES, Prompt, Reply
 from bench.proxy.text import render
 
@@ -65,7 +65,7 @@ class Engine:
             connection.send(_error(f"the body is no chat completion: {error!r}"))
             return
         number = self._calls = self._calls + 1
-        reply = self._replies[number % REPLIES]
+        reply = self._reply(body, number)
         told = Told(
             ids=bool(body.get("return_token_ids")),
             logprobs=bool(body.get("logprobs")),
@@ -80,6 +80,9 @@ class Engine:
             asyncio.get_running_loop().call_later(self.pace.answer_s, connection.send, data)
         else:
             connection.send(data)
+
+    def _reply(self, body: Mapping[str, Any], number: int) -> Sampled:
+        return self._replies[number % REPLIES]
 
     def _prompt(self, body: Mapping[str, Any]) -> PromptIds:
         """The prompt's ids: those that were sent, or what the messages render to."""

@@ -55,13 +55,13 @@ def engine(folder: Path) -> Server:
     """The mock engine, which is also what `direct` calls."""
     port = find_free_port()
     command = python("bench.proxy.engine", "--port", str(port))
-    return Server(DIRECT, command, port=port, folder=folder, environment=_our_path())
+    return Server(DIRECT, command, port=port, folder=folder, environment=our_path())
 
 
 def pass_through(folder: Path, upstream: str) -> Server:
     port = find_free_port()
     command = python("bench.proxy.passthrough", "--port", str(port), "--upstream", upstream)
-    return Server(PLAIN, command, port=port, folder=folder, environment=_our_path())
+    return Server(PLAIN, command, port=port, folder=folder, environment=our_path())
 
 
 def tracegrad(folder: Path, upstream: str, *, workers: int = 1) -> Server:
@@ -118,6 +118,7 @@ def litellm_version() -> str:
     raise AssertionError(f"{LITELLM_LOCK.name} pins no litellm")
 
 
-def _our_path() -> dict[str, str]:
+def our_path() -> dict[str, str]:
+    """Variables with which `python -m bench...` is found from any folder."""
     others = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": f"{ROOT}{os.pathsep}{others}" if others else str(ROOT)}

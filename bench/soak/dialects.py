@@ -59,11 +59,14 @@ class Reply:
 
 @dataclass(slots=True)
 class Conversation:
-    """`messages`: a user's text, a reply of the model, or the result of each of its calls."""
+    """`messages`: a user's text, a reply of the model, or the result of each of its calls.
+    `instructions` come before them all; `max_tokens`: of the next reply."""
 
     tools: bool
     by_reference: bool = False  # earlier messages are named by the answer's id, where that can be
     messages: list[str | Reply | list[str]] = field(default_factory=list)
+    instructions: str = ""
+    max_tokens: int = MAX_TOKENS
 
     @property
     def last_reply(self) -> Reply | None:
@@ -105,7 +108,7 @@ class Chat:
         body: Json = {
             "model": MODEL,
             "messages": self._messages(conversation),
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": conversation.max_tokens,
         }
         if conversation.tools:
             body["tools"] = [{"type": "function", "function": one} for one in FUNCTIONS]
@@ -115,6 +118,8 @@ class Chat:
 
     def _messages(self, conversation: Conversation) -> list[Json]:
         written: list[Json] = []
+        if conversation.instructions:
+            written.append({"role": "system", "content": conversation.instructions})
         calls: tuple[ToolCall, ...] = ()
         for message in conversation.messages:
             if isinstance(message, str):
@@ -205,10 +210,11 @@ class Completions:
 
     def body(self, conversation: Conversation, *, stream: bool) -> Json:
         parts = [each.text if isinstance(each, Reply) else each for each in conversation.messages]
+        text = "".join(part for part in parts if isinstance(part, str))
         body: Json = {
             "model": MODEL,
-            "prompt": "".join(part for part in parts if isinstance(part, str)),
-            "max_tokens": MAX_TOKENS,
+            "prompt": conversation.instructions + text,
+            "max_tokens": conversation.max_tokens,
         }
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -236,7 +242,13 @@ class Responses:
         return "/v1/responses"
 
     def body(self, conversation: Conversation, *, stream: bool) -> Json:
-        body: Json = {"model": MODEL, "max_output_tokens": MAX_TOKENS, "stream": stream}
+        body: Json = {
+            "model": MODEL,
+            "max_output_tokens": conversation.max_tokens,
+            "stream": stream,
+        }
+        if conversation.instructions:
+            body["instructions"] = conversation.instructions
         messages: Sequence[str | Reply | list[str]] = conversation.messages
         last = conversation.last_reply
         calls: tuple[ToolCall, ...] = ()
@@ -321,10 +333,12 @@ class Anthropic:
     def body(self, conversation: Conversation, *, stream: bool) -> Json:
         body: Json = {
             "model": MODEL,
-            "max_tokens": MAX_TOKENS,
+            "max_tokens": conversation.max_tokens,
             "messages": self._messages(conversation),
             "stream": stream,
         }
+        if conversation.instructions:
+            body["system"] = conversation.instructions
         if conversation.tools:
             body["tools"] = [
                 {
@@ -428,8 +442,10 @@ class Gemini:
     def body(self, conversation: Conversation, *, stream: bool) -> Json:
         body: Json = {
             "contents": self._contents(conversation),
-            "generationConfig": {"maxOutputTokens": MAX_TOKENS},
+            "generationConfig": {"maxOutputTokens": conversation.max_tokens},
         }
+        if conversation.instructions:
+            body["systemInstruction"] = {"parts": [{"text": conversation.instructions}]}
         if conversation.tools:
             body["tools"] = [{"functionDeclarations": list(FUNCTIONS)}]
         return body
