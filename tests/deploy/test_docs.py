@@ -26,7 +26,7 @@ def test_a_command_says_why_no_test_runs_it() -> None:
     assert all(block.not_run for block in commands)
 
 
-def test_it_counts_proxies_and_wrong_values_as_they_are() -> None:
+def test_it_has_as_many_proxies_as_the_chart_takes() -> None:
     schema = yaml.safe_load((chart.CHART / "values.schema.json").read_text())
     most = schema["properties"]["proxy"]["properties"]["replicas"]["maximum"]
     assert f"`PROXY_0` to `PROXY_{most - 1}`" in PAGE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socketserver
 import threading
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from support.deploy.compose import seconds
-from support.deploy.haproxy import CONFIG, check, haproxy
+from support.deploy.haproxy import CONFIG, check, haproxy, haproxy_process
 from support.proxy.servers import eventually, serving
 from tracegrad.protocol import ROLLOUT_HEADER
 from tracegrad.proxy.auth import middleware
@@ -24,7 +25,14 @@ from tracegrad.proxy.config import ProxySettings
 from tracegrad_trainer.utils.network import find_free_port
 
 TEXT = CONFIG.read_text(encoding="utf-8")
-ROLLOUTS = [f"rollout-{n}" for n in range(40)]
+ROLLOUTS = [f"rollout-{n}" for n in range(24)]
+# Each call on a connection of its own.
+CLIENT = httpx.Client(
+    headers={"connection": "close"},
+    limits=httpx.Limits(max_keepalive_connections=0),
+    timeout=60,
+    verify=False,
+)
 
 
 class Answering:
@@ -90,8 +98,7 @@ def address(pair: list[Answering], tmp_path: Path) -> Iterator[str]:
 
 
 def answered_by(address: str, path: str = "/v1/models", **headers: str) -> str:
-    """On a connection of its own."""
-    answer = httpx.get(f"{address}{path}", headers=headers, timeout=30)
+    answer = CLIENT.get(f"{address}{path}", headers=headers)
     assert answer.status_code == 200, answer.text
     name: str = answer.json()["name"]
     return name
@@ -210,6 +217,37 @@ def test_each_chunk_goes_on_at_once(address: str, pair: list[Answering]) -> None
         for each in pair:
             each.next_chunk.set()
         assert next(chunks) == b"second"
+
+
+@pytest.mark.parametrize("drain", ["60s", "1s"])
+def test_calls_may_go_on_when_haproxy_is_to_end(
+    pair: list[Answering], tmp_path: Path, drain: str
+) -> None:
+    log = tmp_path / "haproxy.log"
+    with ExitStack() as stack:
+        url = stack.enter_context(serving(pair[0], lifespan="off"))
+        address, process = stack.enter_context(haproxy_process([url], log, drain))
+        answer = stack.enter_context(CLIENT.stream("GET", f"{address}/stream"))
+        chunks = answer.iter_raw()
+        assert next(chunks) == b"first"
+        process.send_signal(signal.SIGUSR1)
+        if drain == "60s":
+            eventually(lambda: refuses(address))
+            pair[0].next_chunk.set()
+            assert next(chunks) == b"second"
+        else:
+            with pytest.raises(httpx.TransportError):
+                next(chunks)
+            pair[0].next_chunk.set()
+        process.wait(30)
+
+
+def refuses(address: str) -> bool:
+    try:
+        CLIENT.get(f"{address}/v1/models")
+    except httpx.TransportError:
+        return True
+    return False
 
 
 def test_a_proxy_is_told_that_its_client_hung_up(address: str, pair: list[Answering]) -> None:

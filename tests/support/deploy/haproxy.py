@@ -48,9 +48,18 @@ def check(proxies: Sequence[str], config: Path = CONFIG) -> subprocess.Completed
 @contextmanager
 def haproxy(urls: Sequence[str], log: Path) -> Iterator[str]:
     """The one address of the servers at these URLs."""
+    with haproxy_process(urls, log) as (address, _):
+        yield address
+
+
+@contextmanager
+def haproxy_process(
+    urls: Sequence[str], log: Path, drain: str = "1s"
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The one address, and who serves it."""
     address = f"127.0.0.1:{find_free_port()}"
     servers = [url.removeprefix("http://") for url in urls]
-    environment = {**os.environ, **variables(servers), "LISTEN": address, "DRAIN": "1s"}
+    environment = {**os.environ, **variables(servers), "LISTEN": address, "DRAIN": drain}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [program(), "-db", "-f", str(CONFIG)], env=environment, stdout=out, stderr=out
@@ -58,7 +67,7 @@ def haproxy(urls: Sequence[str], log: Path) -> Iterator[str]:
     try:
         eventually(lambda: process.poll() is not None or _listens(address))
         assert process.poll() is None, log.read_text()
-        yield f"http://{address}"
+        yield f"http://{address}", process
     finally:
         process.kill()
         process.wait(30)
