@@ -56,6 +56,13 @@ _LIMITS = """## What this does not show
   grow. With W workers the CPU is divided by W; what workers tell each other is not in it.
 - All agents' tools and engines are mean times without failures, retries, pushes of weights or a
   trainer that reads the same store.
+- The writer's seconds hold its waiting for the interpreter's lock, too; one by one there is less of
+  that. A part that comes before another by only one of the two figures is not surely the first.
+- Each changed assumption was measured once, one after another, with SQLite; what it changed there
+  scales PostgreSQL's columns. A writer's share that falls as tokens grow is noise.
+- 100,000 rollouts are a line through some 20 calls a second. That one PostgreSQL takes so many
+  commits, connections and bytes is not shown, what disks write is no part, and
+  `deploy/haproxy.cfg` has room for 16 proxies.
 """
 
 

@@ -102,10 +102,10 @@ def test_the_settings_are_what_the_trainer_takes(
     engines, proxies = replicas(objects, "engine"), replicas(objects, "proxy")
     name = "run-tracegrad"
     assert settings.vllm.urls == tuple(
-        f"http://{name}-engine-{n}.{name}-engine.ml.svc:8000" for n in range(engines)
+        f"http://{name}-engine-{n}.{name}-engine.ml.svc.cluster.local:8000" for n in range(engines)
     )
     assert settings.push.proxies == tuple(
-        f"http://{name}-proxy-{n}.{name}-proxy.ml.svc:4141" for n in range(proxies)
+        f"http://{name}-proxy-{n}.{name}-proxy.ml.svc.cluster.local:4141" for n in range(proxies)
     )
     [port] = [each["port"] for each in one_address(objects)["spec"]["ports"]]
     assert settings.proxy_url == f"http://{name}:{port}"

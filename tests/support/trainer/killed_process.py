@@ -23,7 +23,7 @@ from typing import Any
 
 from tracegrad.store import Ledger
 from tracegrad_trainer.engine.checkpoint import save_load
-from tracegrad_trainer.inference import control_routes, weight_files, weight_swap
+from tracegrad_trainer.inference import control_routes, proxy_control, weight_files, weight_swap
 from tracegrad_trainer.inference.publish import WeightPublisher
 from tracegrad_trainer.rl import offline_worker, serve_worker
 from tracegrad_trainer.rl.train_loop import TrainLoop
@@ -51,10 +51,10 @@ PUSH_POINTS: dict[str, tuple[Any, ...]] = {
     "weights half ready": (control_routes.Peer, "post", True, "/update_weights"),
     "engine paused": (control_routes.VllmControl, "pause", False),
     "weights not in place": (control_routes.Peer, "post", True, "/finish_weight_update"),
-    "loaded, version not set": (control_routes.ProxyControl, "set_version", True),
+    "loaded, version not set": (proxy_control.ProxyControl, "set_version", True),
     "version set, not resumed": (control_routes.Peer, "post", True, "/resume"),
     "served, not proven": (weight_swap.WeightSwap, "_verify", True),
-    "proven, calls still wait": (control_routes.ProxyControl, "release", True),
+    "proven, calls still wait": (proxy_control.ProxyControl, "release", True),
     "pushed, not recorded": (WeightPublisher, "publish", False),
 }
 EXPECTED = 120.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 from textual.pilot import Pilot
@@ -12,11 +13,12 @@ from typer.testing import CliRunner
 from support.cli.sample_rollouts import every_sample
 from support.store.events import rollout_events
 from tracegrad.cli.app import app
-from tracegrad.cli.terminal import rollout_list
+from tracegrad.cli.terminal import rollout_list, rollout_view
 from tracegrad.cli.terminal.app import RolloutBrowser
 from tracegrad.cli.terminal.rollout_list import RolloutList
 from tracegrad.cli.terminal.rollout_view import RolloutView
 from tracegrad.store import ALL, RolloutFilter, Store, StoreUnavailable
+from tracegrad.store.read import rollout_pages
 
 SIZE = (100, 30)
 HOSTILE = "[red]not markup[/] \x1b]0;title\x07 \x1b[31mred"
@@ -138,6 +140,34 @@ async def test_older_ones_come_as_one_goes_down(
         assert await status(pilot) == "25 rollouts"
         await pilot.press("end", "enter")
         assert "r000" in await text(pilot)
+
+
+async def test_the_list_ends_at_its_ends(store: Store) -> None:
+    """A key that is held down must not lead back to the beginning."""
+    add(store, 1, 2, 3)
+    async with browser(store).run_test(size=SIZE) as pilot:
+        await settled(pilot)
+        options = pilot.app.screen.query_one(OptionList)
+        for key, at in (("k", 0), ("j", 1), ("down", 2), ("j", 2), ("down", 2), ("up", 1)):
+            await pilot.press(key)
+            assert options.highlighted == at
+
+
+async def test_a_search_that_takes_long_goes_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page, and each look for a neighbour, goes through so many rollouts."""
+    add(store, *range(1, 41))
+    store.append(rollout_events("first", task="rare", at=1000.0, turns=1))
+    store.append(rollout_events("last", task="rare", at=2000.0, turns=1))
+    monkeypatch.setattr(rollout_pages, "_FIRST_LOOK", 5)
+    monkeypatch.setattr(rollout_pages, "_SMALL_TASK", 0)
+    for module, name in ((rollout_list, "page_of_rollouts"), (rollout_view, "next_rollout")):
+        monkeypatch.setattr(module, name, partial(getattr(rollout_pages, name), search_s=-1.0))
+    async with browser(store, RolloutFilter(task="rare")).run_test(size=SIZE) as pilot:
+        assert await listed(pilot) == ["last"]
+        await pilot.press("enter", "n")
+        assert "first" in (await text(pilot)).splitlines()[0]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ No torch here: the process that wakes vLLM when the trainer is gone (`wake_guard
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -74,7 +75,7 @@ class Peer:
     def _error(self, error: httpx.TransportError) -> type[PushError]:
         if self._name == "vLLM":
             return EngineLostError
-        return ProxyGoneError if isinstance(error, httpx.ConnectError) else PushError
+        return ProxyGoneError if _is_refused(error) else PushError
 
     def close(self) -> None:
         self._client.close()
@@ -205,6 +206,20 @@ class CandidateControl(VllmControl):
 
     def _send(self, served: ServedWeights) -> None:
         self._update({"paths": list(served.paths), "candidate": True})
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Whether nobody listens there, or the name is nobody's. Not where this host has no descriptor
+    left, or its resolver does not answer: the server may be well."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, ConnectionRefusedError):
+            return True
+        if isinstance(seen, socket.gaierror):
+            # No name, or one without an address, which not every C library distinguishes.
+            return seen.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", None))
+        seen = seen.__cause__ or seen.__context__
+    return False
 
 
 def _reason(response: httpx.Response) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tracegrad.events import Json
+from tracegrad.proxy.http.protocol import SHUTDOWN_S
 from tracegrad_trainer.inference.control_routes import (
     LOOK_TIMEOUT_S,
     Peer,
@@ -22,15 +24,21 @@ from tracegrad_trainer.inference.control_routes import (
 
 logger = logging.getLogger(__name__)
 
+# A proxy that is told to end closes its port, and then finishes its calls for this long at most:
+# what is pushed meanwhile it does not know of.
+ENDS_S = SHUTDOWN_S + 1.0
+_VERSION = "/api/push/version"
+
 
 class ProxyControl:
     """Without `urls` there is no gate, and nothing is done.
 
     Of several proxies each is asked, side by side, and an error of one is an error of all. But for
-    one that is gone: it serves nobody, and a push goes on without it as long as one is left. When
-    it is there again it holds its calls, as every proxy does that starts before a trainer. So it
-    must not be opened by a push that has told it no version: what a hold (or `has_another`, before
-    everything is told again) has not reached is left out until the next.
+    one that is gone: it serves nobody once it has ended (`ENDS_S`), and a push goes on without it
+    as long as one is left. When it is there again it holds its calls, as every proxy does that
+    starts before a trainer. So it must not be opened by a push that has told it no version: what a
+    hold (or `has_another`, before everything is told again) has not reached is left out until the
+    next.
     """
 
     def __init__(
@@ -46,6 +54,8 @@ class ProxyControl:
         urls = (urls,) if isinstance(urls, str) else tuple(urls or ())
         self._proxies = tuple(Peer("the proxy", url, timeout_s, key) for url in urls)
         self._reached = self._proxies
+        self._stale: tuple[Peer, ...] = ()  # those in which `has_another` found another version
+        self._gone_at: dict[str, float] = {}  # by the monotonic clock
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="proxies")
         self._hold_ttl_s = hold_ttl_s
         self._upstream: dict[str, str] = {}  # of one server alone
@@ -74,10 +84,30 @@ class ProxyControl:
         """New calls wait; those that come in one piece have `drain_s` to finish. Again: renewed."""
         body: Json = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
         self._post("/api/push/hold", body, to=self._proxies)
+        if self._await_ends():
+            self._post("/api/push/hold", body, to=self._reached)  # that of the others goes on
 
     def set_version(self, version: int) -> None:
         body: Json = {"version": version, **self._upstream, **self._model}
-        self._post("/api/push/version", body)
+        self._post(_VERSION, body)
+
+    def take_back(self, version: int) -> None:
+        """As `set_version`, behind a push that failed: whoever cannot be told keeps its calls until
+        its hold ends, or it is told again, and the engines go on for the others."""
+        body: Json = {"version": version, **self._upstream, **self._model}
+        _, errors = self._each(self._reached, lambda proxy: proxy.post(_VERSION, json=body))
+        for url, error in errors.items():
+            logger.warning("the proxy at %s is not told of version %d: %s", url, version, error)
+        self._reached = tuple(proxy for proxy in self._reached if proxy.url not in errors)
+
+    @contextlib.contextmanager
+    def only_stale(self) -> Iterator[None]:
+        """What is asked meanwhile is of those in which `has_another` found another version."""
+        reached, self._reached = self._reached, self._stale
+        try:
+            yield
+        finally:
+            self._reached = reached
 
     def set_canary(self, share: float, **place: str) -> None:
         """That share of rollouts goes to the server (`upstream`), and no other; or gets the
@@ -99,7 +129,9 @@ class ProxyControl:
         )
         self._reach(self._proxies, errors)
         apart = dict(of_upstreams or {})
-        return any(_is_another(state, version, apart) for state in states.values() if state)
+        others = {url for url, state in states.items() if _is_another(state, version, apart)}
+        self._stale = tuple(proxy for proxy in self._proxies if proxy.url in others)
+        return bool(self._stale)
 
     def release(self) -> None:
         # Without effect? A hold opens by itself after its ttl.
@@ -107,7 +139,7 @@ class ProxyControl:
             self._post("/api/push/release", self._upstream or None)
 
     def close(self) -> None:
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for proxy in self._proxies:
             proxy.close()
 
@@ -120,13 +152,13 @@ class ProxyControl:
         for url, error in errors.items():
             if not (isinstance(error, ProxyGoneError) and left):
                 raise self._named(url, error)
-        if self._proxies and not left:
-            raise PushError(f"no proxy answers {path}")
 
     def _each(
         self, proxies: Sequence[Peer], ask: Callable[[Peer], Any]
     ) -> tuple[dict[str, Any], dict[str, PushError]]:
         """Answers and errors, by URL. All have come to an end."""
+        if len(proxies) == 1:
+            return _outcome(proxies[0], ask)
         asked = {proxy.url: self._threads.submit(ask, proxy) for proxy in proxies}
         answers: dict[str, Any] = {}
         errors: dict[str, PushError] = {}
@@ -137,14 +169,30 @@ class ProxyControl:
                 errors[url] = error
         return answers, errors
 
+    def _await_ends(self) -> bool:
+        """Until who is gone has ended, too: whether that took time."""
+        left = ENDS_S - (time.monotonic() - max(self._gone_at.values(), default=-ENDS_S))
+        if len(self._proxies) == 1 or left <= 0:
+            return False
+        time.sleep(left)
+        return True
+
     def _named(self, url: str, error: PushError) -> PushError:
         return error if len(self._proxies) == 1 else PushError(f"{url}: {error}")
 
     def _reach(self, asked: Sequence[Peer], errors: Mapping[str, PushError]) -> Sequence[Peer]:
-        """From now on those that were `asked`, but for who is gone."""
+        """Those that were `asked`, but for who is gone; from now on, where one is left."""
         left = tuple(
             proxy for proxy in asked if not isinstance(errors.get(proxy.url), ProxyGoneError)
         )
+        now = time.monotonic()
+        for proxy in asked:
+            if proxy in left:
+                self._gone_at.pop(proxy.url, None)
+            else:
+                self._gone_at.setdefault(proxy.url, now)
+        if not left:
+            return left
         if len(self._proxies) > 1:
             for proxy in set(self._reached) - set(left):
                 logger.warning("the proxy at %s is gone: weights are pushed without it", proxy.url)
@@ -154,8 +202,20 @@ class ProxyControl:
         return left
 
 
+def _outcome(
+    proxy: Peer, ask: Callable[[Peer], Any]
+) -> tuple[dict[str, Any], dict[str, PushError]]:
+    try:
+        return {proxy.url: ask(proxy)}, {}
+    except PushError as error:
+        return {}, {proxy.url: error}
+
+
 def _is_another(state: Mapping[str, Any], version: int, apart: Mapping[str, int]) -> bool:
-    """Of a proxy in that `state`: as `has_another`, with the versions that are to be `apart`."""
+    """Of a proxy in that `state`: as `has_another`, with the versions that are to be `apart`. An
+    empty state says nothing."""
+    if not state:
+        return False
     said = {url: one["version"] for url, one in state.get("upstreams", {}).items()}
     if (model := state.get("canary", {}).get("model")) is not None:
         said[model] = state["canary"].get("version")

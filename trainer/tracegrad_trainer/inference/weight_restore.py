@@ -56,7 +56,9 @@ class WeightRestore:
             # candidate's tokens those of what is promoted.
             is_stale = swap.proxy.has_another(served.version, of_upstreams=apart)
             if is_stale:
-                self._tell_proxy(served, apart, canary)
+                # Only those that were started again: they hold their calls.
+                with swap.proxy.only_stale():
+                    self._tell_proxy(served, apart, canary)
         if lacking:
             self._says_versions = not any(self._lacks(place, one) for place, one in wanted.items())
         return bool(lacking) or is_stale

@@ -61,5 +61,6 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 {{- define "tracegrad.podHost" -}}
 {{- $root := index . 0 -}}
 {{- $set := printf "%s-%s" (include "tracegrad.fullname" $root) (index . 1) -}}
-{{- printf "%s-%d.%s.%s.svc" $set (int (index . 2)) $set $root.Release.Namespace -}}
+{{- /* Whole: HAProxy's own resolver looks into no search list. */ -}}
+{{- printf "%s-%d.%s.%s.svc.%s" $set (int (index . 2)) $set $root.Release.Namespace $root.Values.clusterDomain -}}
 {{- end }}

@@ -23,7 +23,9 @@ def ui_command(
     store: StoreOption = None,
     which: RolloutFilter = ALL,
 ) -> None:
-    """Look at rollouts in the terminal; the proxy's web page shows more, at /ui."""
+    """Look at rollouts, by keys: the list, and each one.
+
+    The web page of the proxy shows more, at /ui."""
     # Textual draws on standard error.
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         fail("ui needs a terminal; `tracegrad rollouts ls` and `show` write to pipes", USAGE_ERROR)

@@ -32,6 +32,18 @@ LOOK_S = 2.0  # between two looks at what is new
 MOST_NEW = 100  # more are not counted
 
 
+class _Rows(OptionList):
+    """Ends at its ends: Textual's own goes on at the other one, and older rows may be coming."""
+
+    def action_cursor_down(self) -> None:
+        if self.highlighted != self.option_count - 1:
+            super().action_cursor_down()
+
+    def action_cursor_up(self) -> None:
+        if self.highlighted != 0:
+            super().action_cursor_up()
+
+
 class RolloutList(Screen[None]):
     BINDINGS = [  # noqa: RUF012
         Binding("j", "down", show=False),
@@ -49,7 +61,7 @@ class RolloutList(Screen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(classes="heads", markup=False)
-        yield OptionList(markup=False)
+        yield _Rows(markup=False)
         yield Static(classes="status", markup=False)
         yield Footer()
 
@@ -81,14 +93,16 @@ class RolloutList(Screen[None]):
             self._rows, self._asked = [], {}
             self._take(page)
             self.query_one(OptionList).highlighted = 0 if self._rows else None
-            self._say("" if self._rows else "no rollouts" + self._which())
+            self._say("" if self._rows or self._before else "no rollouts" + self._which())
+            self._go_on(page)
 
     @work(exclusive=True)
     async def _read_older(self, before: RolloutKey) -> None:
         page = await self._page(before)
         if page is not None and before == self._before:
             self._take(page)
-            self._say("")
+            self._say("" if self._rows or self._before else "no rollouts" + self._which())
+            self._go_on(page)
 
     @work(exclusive=True, group="look")
     async def _look(self) -> None:
@@ -130,6 +144,11 @@ class RolloutList(Screen[None]):
         elif page.more:
             self._before = RolloutKey(page.rows[-1].opened_at, page.rows[-1].rollout_id)
         self._draw()
+
+    def _go_on(self, page: RolloutPage) -> None:
+        """A search that found none in its time is not at its end."""
+        if not page.rows and self._before is not None:
+            self._read_older(self._before)
 
     def _draw(self) -> None:
         # Without the padding and the scroll bar.

@@ -13,7 +13,7 @@ from textual.widgets import Footer, RichLog
 
 from tracegrad.cli.render.rollout import render_rollout
 from tracegrad.store import RolloutFilter, Store, StoreError
-from tracegrad.store.read.rollout_pages import next_rollout, rollout_key
+from tracegrad.store.read.rollout_pages import RolloutKey, next_rollout, rollout_key
 
 
 class RolloutView(Screen[None]):
@@ -68,9 +68,12 @@ class RolloutView(Screen[None]):
     def _beside(self, newer: bool) -> str | None:
         with self._store.reading() as connection:
             key = rollout_key(connection, self._rollout_id)
-            if key is None:
-                return None
-            return next_rollout(connection, self._wanted, key, newer=newer).rollout_id
+            while key is not None:
+                found = next_rollout(connection, self._wanted, key, newer=newer)
+                if found.rollout_id is not None or found.searched_to is None:
+                    return found.rollout_id
+                key = RolloutKey(found.searched_to, "")  # it had looked for long enough
+        return None
 
     @work(exclusive=True, group="draw")
     async def _draw(self) -> None:

@@ -143,11 +143,16 @@ class PromptReuse:
         self, said: HashedConversation, rollout_id: str, found: CachedTurn | None
     ) -> CachedTurn | None:
         """In place of what was `found` here: the last reply may be another proxy's, of the same
-        store. Raises what the store raises."""
-        if found is not None and not await self._trees.is_behind(rollout_id):
-            return found
-        await self._trees.turns(rollout_id, refresh=True)
-        return self._trees.find(said, rollout_id)
+        store. Raises what the store raises, where nothing was found."""
+        try:
+            if found is None or await self._trees.is_behind(rollout_id):
+                await self._trees.turns(rollout_id, refresh=True)
+                return self._trees.find(said, rollout_id)
+        except Exception:
+            if found is None:
+                raise
+            log.warning("rollout %s: whether the store has more is not known", rollout_id)
+        return found
 
     async def _read_earlier(self) -> None:
         """Once; who comes meanwhile waits for the same reading."""

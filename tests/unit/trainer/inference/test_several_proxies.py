@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from support.system.log_lines import our_lines
 from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
-from tracegrad_trainer.inference.control_routes import PushError
+from tracegrad_trainer.inference import proxy_control
+from tracegrad_trainer.inference.control_routes import Peer, ProxyGoneError, PushError
+from tracegrad_trainer.inference.proxy_control import ENDS_S
 from tracegrad_trainer.inference.weight_push import WeightPusher
 
 GATE = ["/api/push/hold", "/api/push/version", "/api/push/release"]
+
+
+@pytest.fixture(autouse=True)
+def _ended_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_control, "ENDS_S", 0.01)
 
 
 @pytest.fixture
@@ -108,7 +117,8 @@ def test_a_push_goes_on_without_one_that_is_gone(
         pusher.push(2, weights(2.0))
     said = [line for line in our_lines(caplog) if second.url in line]
     assert said == [f"the proxy at {second.url} is gone: weights are pushed without it"]
-    assert gate_calls(engine) == GATE * 2
+    # Renewed, once the one that is gone has ended.
+    assert gate_calls(engine) == [GATE[0], *GATE, *GATE]
     assert engine.serves
 
 
@@ -177,6 +187,99 @@ def test_what_one_refuses_is_taken_back_from_all(
     assert engine.serves
     pusher.push(2, weights(2.0))
     assert second.state == (2, False)
+
+
+def test_one_that_can_no_more_be_told_keeps_its_calls_and_the_others_go_on(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    """It hangs, or its host is off, since the hold."""
+    pusher.push(1, weights(1.0))
+    second.server.refuse = lambda number, path: path != "/api/push/hold"
+    with pytest.raises(PushError, match="version 2 is not served, version 1 still is"):
+        pusher.push(2, weights(2.0))
+    assert engine.state.version == 1
+    assert engine.serves
+    assert second.state == (1, True)
+    second.server.refuse = lambda number, path: False
+    assert pusher.restore()
+    assert second.state == (1, False)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_proxies_that_others_start_again_in_the_middle_of_a_push_cost_no_engine(
+    tmp_path: Path, several: bool
+) -> None:
+    engine = SleepingEngine()
+    proxies = [SecondProxy() for _ in range(1 + several)]
+    (tmp_path / "c").mkdir()
+    save_file({"w": torch.tensor([MODEL_FOLDER])}, tmp_path / "c" / "model.safetensors")
+    engine.weights = defaultdict(lambda: MODEL_FOLDER)
+    calls: list[str] = []
+
+    def others(number: int, path: str) -> bool:
+        calls.append(path)
+        for proxy in proxies:
+            if path == "/pause keep true" and calls.count(path) == 1:
+                proxy.end()
+            if path == "/start_weight_update" and calls.count(path) == 2:
+                proxy.start()
+        return False
+
+    engine.refuse = others
+    urls = [proxy.url for proxy in proxies]
+    with WeightPusher(engine.url, urls, checkpoint=tmp_path / "c", directory=tmp_path) as pusher:
+        with pytest.raises(PushError, match="version 1 is not served, version 0 still is"):
+            pusher.push(1, weights(1.0))
+        assert not engine.state.paused
+        assert {proxy.state for proxy in proxies} == {(0, False)}
+        pusher.push(2, weights(2.0))
+        assert {proxy.state for proxy in proxies} == {(2, False)}
+    for server in (engine, *(proxy.server for proxy in proxies)):
+        server.close()
+
+
+def test_one_that_ends_is_waited_for_and_one_that_has_ended_is_not(
+    second: SecondProxy, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that is told to end finishes its calls behind a closed port."""
+    slept: list[float] = []
+    monkeypatch.setattr(proxy_control, "ENDS_S", ENDS_S)
+    monkeypatch.setattr(proxy_control.time, "sleep", slept.append)
+    second.end()
+    pusher.push(1, weights(1.0))
+    assert len(slept) == 1
+    assert slept[0] == pytest.approx(ENDS_S, abs=ENDS_S / 2)
+    gone_at = pusher._swap.proxy._gone_at
+    gone_at.update({url: at - ENDS_S for url, at in gone_at.items()})
+    pusher.push(2, weights(2.0))
+    assert len(slept) == 1
+
+
+@pytest.mark.parametrize(
+    ("cause", "gone"),
+    [
+        (ConnectionRefusedError(111, "refused"), True),
+        (socket.gaierror(socket.EAI_NONAME, "no such name"), True),
+        (socket.gaierror(socket.EAI_AGAIN, "the resolver does not answer"), False),
+        (OSError(24, "too many open files"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_gone_is_who_refuses_or_has_no_name(cause: OSError, gone: bool) -> None:
+    error = httpx.ConnectError("no connection")
+    error.__cause__ = cause
+    proxy = Peer("the proxy", "http://127.0.0.1:1", 1.0)
+    proxy._client = httpx.Client(transport=httpx.MockTransport(raising(error)))
+    with pytest.raises(PushError) as raised:
+        proxy.get("/x")
+    assert isinstance(raised.value, ProxyGoneError) is gone
+
+
+def raising(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
+    def answer(_: httpx.Request) -> httpx.Response:
+        raise error
+
+    return answer
 
 
 def test_nobody_there_is_an_error(engine: SleepingEngine, tmp_path: Path) -> None:
