@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from support.cli.sample_rollouts import every_sample
 from support.store.events import rollout_events
 from tracegrad.cli.app import app
-from tracegrad.cli.terminal import rollout_list, rollout_view
+from tracegrad.cli.terminal import rollout_list_screen, rollout_screen
 from tracegrad.cli.terminal.app import RolloutBrowser
-from tracegrad.cli.terminal.rollout_list import RolloutList
-from tracegrad.cli.terminal.rollout_view import RolloutView
+from tracegrad.cli.terminal.rollout_list_screen import RolloutListScreen
+from tracegrad.cli.terminal.rollout_screen import RolloutScreen
 from tracegrad.store import ALL, RolloutFilter, Store, StoreUnavailable
 from tracegrad.store.read import rollout_pages
 
@@ -51,7 +51,7 @@ async def status(pilot: Pilots) -> str:
 
 async def text(pilot: Pilots) -> str:
     await settled(pilot)
-    assert isinstance(pilot.app.screen, RolloutView)
+    assert isinstance(pilot.app.screen, RolloutScreen)
     return "\n".join(strip.text for strip in pilot.app.screen.query_one(RichLog).lines)
 
 
@@ -76,7 +76,7 @@ async def test_the_list_is_what_ls_prints_and_enter_opens_what_show_prints(store
         said = await text(pilot)
         assert said.splitlines()[0].split() == ["rollout", "r002"]
         await pilot.press("u")
-        assert isinstance(pilot.app.screen, RolloutList)
+        assert isinstance(pilot.app.screen, RolloutListScreen)
         await pilot.press("k", "enter")
         assert "r003" in await text(pilot)
         await pilot.press("escape", "q")
@@ -110,7 +110,7 @@ async def test_tokens_and_whole_messages_are_shown_on_request(store: Store) -> N
 async def test_what_is_new_is_counted_and_shown_when_its_reader_says_so(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_list, "LOOK_S", 0.02)
+    monkeypatch.setattr(rollout_list_screen, "LOOK_S", 0.02)
     add(store, 1)
     async with browser(store).run_test(size=SIZE) as pilot:
         assert await listed(pilot) == names([1])
@@ -128,7 +128,7 @@ async def test_what_is_new_is_counted_and_shown_when_its_reader_says_so(
 async def test_older_ones_come_as_one_goes_down(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_list, "PAGE", 10)
+    monkeypatch.setattr(rollout_list_screen, "PAGE", 10)
     add(store, *range(25))
     async with browser(store).run_test(size=SIZE) as pilot:
         assert await listed(pilot) == names(range(24, 14, -1))
@@ -162,7 +162,10 @@ async def test_a_search_that_takes_long_goes_on(
     store.append(rollout_events("last", task="rare", at=2000.0, turns=1))
     monkeypatch.setattr(rollout_pages, "_FIRST_LOOK", 5)
     monkeypatch.setattr(rollout_pages, "_SMALL_TASK", 0)
-    for module, name in ((rollout_list, "page_of_rollouts"), (rollout_view, "next_rollout")):
+    for module, name in (
+        (rollout_list_screen, "page_of_rollouts"),
+        (rollout_screen, "next_rollout"),
+    ):
         monkeypatch.setattr(module, name, partial(getattr(rollout_pages, name), search_s=-1.0))
     async with browser(store, RolloutFilter(task="rare")).run_test(size=SIZE) as pilot:
         assert await listed(pilot) == ["last", "first"]
@@ -177,7 +180,7 @@ async def test_an_empty_list_says_so(store: Store, wanted: RolloutFilter, said: 
     async with browser(store, wanted).run_test(size=SIZE) as pilot:
         assert await status(pilot) == said
         await pilot.press("enter", "j", "k")
-        assert isinstance(pilot.app.screen, RolloutList)
+        assert isinstance(pilot.app.screen, RolloutListScreen)
 
 
 async def test_a_store_that_is_away_is_said_and_asked_again(
@@ -187,7 +190,7 @@ async def test_a_store_that_is_away_is_said_and_asked_again(
     async with browser(store).run_test(size=SIZE) as pilot:
         assert await listed(pilot) == names([1])
         with monkeypatch.context() as patch:
-            patch.setattr(rollout_list, "page_of_rollouts", away)
+            patch.setattr(rollout_list_screen, "page_of_rollouts", away)
             await pilot.press("r")
             assert await status(pilot) == "the database is away"
         await pilot.press("r")

@@ -52,6 +52,7 @@ class ProxyControl:
         """`key` is their control key, or their admin key; a hold that nobody renews opens by itself
         after `hold_ttl_s`."""
         urls = (urls,) if isinstance(urls, str) else tuple(urls or ())
+        self.urls = urls
         self._proxies = tuple(Peer("the proxy", url, timeout_s, key) for url in urls)
         self._reached = self._proxies
         self._stale: tuple[Peer, ...] = ()  # those in which `has_another` found another version
@@ -85,17 +86,19 @@ class ProxyControl:
         body: Json = {"ttl_s": self._hold_ttl_s, "drain_s": drain_s, **self._upstream}
         self._post("/api/push/hold", body, to=self._proxies)
         if self._await_ends():
-            self._post("/api/push/hold", body, to=self._reached)  # that of the others goes on
+            self._post("/api/push/hold", body)  # renewed
 
     def set_version(self, version: int) -> None:
         body: Json = {"version": version, **self._upstream, **self._model}
         self._post(_VERSION, body)
 
     def take_back(self, version: int) -> None:
-        """As `set_version`, behind a push that failed: whoever cannot be told keeps its calls until
-        its hold ends, or it is told again, and the engines go on for the others."""
+        """As `set_version`, behind a push that failed. Of several, whoever cannot be told keeps its
+        calls until its hold ends, or it is told again, and the engines go on for the others."""
         body: Json = {"version": version, **self._upstream, **self._model}
         _, errors = self._each(self._reached, lambda proxy: proxy.post(_VERSION, json=body))
+        if errors and len(errors) == len(self._reached):
+            raise next(iter(errors.values()))
         for url, error in errors.items():
             logger.warning("the proxy at %s is not told of version %d: %s", url, version, error)
         self._reached = tuple(proxy for proxy in self._reached if proxy.url not in errors)
@@ -158,16 +161,12 @@ class ProxyControl:
     ) -> tuple[dict[str, Any], dict[str, PushError]]:
         """Answers and errors, by URL. All have come to an end."""
         if len(proxies) == 1:
-            return _outcome(proxies[0], ask)
-        asked = {proxy.url: self._threads.submit(ask, proxy) for proxy in proxies}
-        answers: dict[str, Any] = {}
-        errors: dict[str, PushError] = {}
-        for url, answer in asked.items():
-            try:
-                answers[url] = answer.result()
-            except PushError as error:
-                errors[url] = error
-        return answers, errors
+            outcomes = [_outcome(proxies[0], ask)]
+        else:
+            outcomes = list(self._threads.map(lambda proxy: _outcome(proxy, ask), proxies))
+        of = {proxy.url: outcome for proxy, outcome in zip(proxies, outcomes, strict=True)}
+        errors = {url: one for url, one in of.items() if isinstance(one, PushError)}
+        return {url: one for url, one in of.items() if url not in errors}, errors
 
     def _await_ends(self) -> bool:
         """Until who is gone has ended, too: whether that took time."""
@@ -202,13 +201,12 @@ class ProxyControl:
         return left
 
 
-def _outcome(
-    proxy: Peer, ask: Callable[[Peer], Any]
-) -> tuple[dict[str, Any], dict[str, PushError]]:
+def _outcome(proxy: Peer, ask: Callable[[Peer], Any]) -> Any:
+    """The answer, or the error."""
     try:
-        return {proxy.url: ask(proxy)}, {}
+        return ask(proxy)
     except PushError as error:
-        return {}, {proxy.url: error}
+        return error
 
 
 def _is_another(state: Mapping[str, Any], version: int, apart: Mapping[str, int]) -> bool:

@@ -155,8 +155,9 @@ class WeightPusher:
         self._keeps_cache = keep_cache
         if sleep:
             state_dir = str(sleep.state_dir)
-            proxies = (proxy_url,) if isinstance(proxy_url, str) else tuple(proxy_url or ())
-            guarded = GuardedEngine(urls[0], proxies, proxy_key, hold_ttl_s, timeout_s, state_dir)
+            guarded = GuardedEngine(
+                urls[0], proxy.urls, proxy_key, hold_ttl_s, timeout_s, state_dir
+            )
             halt = EngineSleep(
                 engines,
                 proxy,

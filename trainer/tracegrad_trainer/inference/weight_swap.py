@@ -206,12 +206,12 @@ class WeightSwap:
         try:
             ready(had, watch)
             self.engines.load_again(had)
+            self.proxy.take_back(had.version)
         except PushError as error:
             self._save_others(had, watch, ready)
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
-        self.proxy.take_back(had.version)
         self._go_on(had, watch)
 
     def _save_others(

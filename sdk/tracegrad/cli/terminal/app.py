@@ -5,8 +5,8 @@ from __future__ import annotations
 from textual.app import App
 from textual.binding import Binding
 
-from tracegrad.cli.terminal.rollout_list import RolloutList
-from tracegrad.cli.terminal.rollout_view import RolloutView
+from tracegrad.cli.terminal.rollout_list_screen import RolloutListScreen
+from tracegrad.cli.terminal.rollout_screen import RolloutScreen
 from tracegrad.store import RolloutFilter, Store
 
 
@@ -27,6 +27,6 @@ class RolloutBrowser(App[None]):
         self._store, self._wanted, self._opened = store, wanted, opened
 
     def on_mount(self) -> None:
-        self.push_screen(RolloutList(self._store, self._wanted))
+        self.push_screen(RolloutListScreen(self._store, self._wanted))
         if self._opened is not None:
-            self.push_screen(RolloutView(self._store, self._wanted, self._opened))
+            self.push_screen(RolloutScreen(self._store, self._wanted, self._opened))

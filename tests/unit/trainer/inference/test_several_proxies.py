@@ -90,6 +90,18 @@ def weights(value: float) -> list[tuple[str, torch.Tensor]]:
     return [("w", torch.tensor([value]))]
 
 
+def when(engine: SleepingEngine, moment: str, do: Callable[[], None]) -> None:
+    """Does that as the call comes, once."""
+    left = [do]
+
+    def look(number: int, path: str) -> bool:
+        if path == moment and left:
+            left.pop()()
+        return False
+
+    engine.refuse = look
+
+
 def gate_calls(server: SleepingEngine) -> list[str]:
     """A hold is renewed where one that is gone had to be waited for."""
     return [call for call, _ in groupby(call for call in server.calls if call in GATE)]
@@ -143,17 +155,8 @@ def test_one_that_comes_in_the_middle_of_a_push_is_not_opened_by_it(
     engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher, moment: str
 ) -> None:
     second.end()
-    left = [moment]
-
-    def starts(number: int, path: str) -> bool:
-        if path in left:
-            left.remove(path)
-            second.start()
-        return False
-
-    engine.refuse = starts
+    when(engine, moment, second.start)
     pusher.push(1, weights(1.0))
-    assert left == []
     assert second.state == (0, True)
     assert pusher.restore()
     assert second.state == (1, False)
@@ -162,17 +165,10 @@ def test_one_that_comes_in_the_middle_of_a_push_is_not_opened_by_it(
 def test_one_that_ends_in_the_middle_of_a_push_costs_the_others_nothing(
     engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
 ) -> None:
-    left = ["/pause keep true"]
-
-    def ends(number: int, path: str) -> bool:
-        if path in left:
-            left.remove(path)
-            second.end()
-        return False
-
-    engine.refuse = ends
+    when(engine, "/pause keep true", second.end)
     pusher.push(1, weights(1.0))
-    assert left == []
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", second.port))
     assert gate_calls(engine) == GATE
     assert engine.serves
 

@@ -15,7 +15,7 @@ from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
 from tracegrad.cli.render.rollout_list import render_rollouts
-from tracegrad.cli.terminal.rollout_view import RolloutView
+from tracegrad.cli.terminal.rollout_screen import RolloutScreen
 from tracegrad.store import RolloutFilter, Store, StoreError
 from tracegrad.store.read.rollout_pages import (
     NewerCount,
@@ -35,6 +35,8 @@ MOST_NEW = 100  # more are not counted
 class _Rows(OptionList):
     """Ends at its ends: Textual's own goes on at the other one, and older rows may be coming."""
 
+    BINDINGS = [Binding("enter", "select", "open")]  # noqa: RUF012
+
     def action_cursor_down(self) -> None:
         if self.highlighted != self.option_count - 1:
             super().action_cursor_down()
@@ -44,11 +46,10 @@ class _Rows(OptionList):
             super().action_cursor_up()
 
 
-class RolloutList(Screen[None]):
+class RolloutListScreen(Screen[None]):
     BINDINGS = [  # noqa: RUF012
         Binding("j", "down", show=False),
         Binding("k", "up", show=False),
-        Binding("enter", "open", "open"),
         Binding("r", "newest", "show what is new"),
     ]
 
@@ -80,7 +81,7 @@ class RolloutList(Screen[None]):
 
     def on_option_list_option_selected(self, chosen: OptionList.OptionSelected) -> None:
         rollout_id = self._rows[chosen.option_index].rollout_id
-        self.app.push_screen(RolloutView(self._store, self._wanted, rollout_id))
+        self.app.push_screen(RolloutScreen(self._store, self._wanted, rollout_id))
 
     def on_option_list_option_highlighted(self, at: OptionList.OptionHighlighted) -> None:
         if at.option_index == len(self._rows) - 1 and self._before is not None:
@@ -93,16 +94,12 @@ class RolloutList(Screen[None]):
             self._rows, self._asked = [], {}
             self._take(page)
             self.query_one(OptionList).highlighted = 0 if self._rows else None
-            self._say("" if self._rows or self._before else "no rollouts" + self._which())
-            self._go_on(page)
 
     @work(exclusive=True)
     async def _read_older(self, before: RolloutKey) -> None:
         page = await self._page(before)
         if page is not None and before == self._before:
             self._take(page)
-            self._say("" if self._rows or self._before else "no rollouts" + self._which())
-            self._go_on(page)
 
     @work(exclusive=True, group="look")
     async def _look(self) -> None:
@@ -144,10 +141,8 @@ class RolloutList(Screen[None]):
         elif page.more:
             self._before = RolloutKey(page.rows[-1].opened_at, page.rows[-1].rollout_id)
         self._draw()
-
-    def _go_on(self, page: RolloutPage) -> None:
-        """A search that found none in its time is not at its end."""
-        if not page.rows and self._before is not None:
+        self._say("")
+        if not page.rows and self._before is not None:  # a search that has not found one yet
             self._read_older(self._before)
 
     def _draw(self) -> None:
@@ -159,9 +154,11 @@ class RolloutList(Screen[None]):
         options.set_options(Option(line) for line in lines)
         options.highlighted = at if at is None or at < len(lines) else None
 
-    def _which(self) -> str:
-        return " yet" if self._wanted.matches_all else " match"
-
     def _say(self, words: str) -> None:
-        shown = format_count(len(self._rows), "rollout") + (", and older ones" * bool(self._before))
-        self.query_one(".status", Static).update(words or shown)
+        """Without words: how many are shown."""
+        self.query_one(".status", Static).update(words or self._shown())
+
+    def _shown(self) -> str:
+        if not self._rows and self._before is None:
+            return "no rollouts " + ("yet" if self._wanted.matches_all else "match")
+        return format_count(len(self._rows), "rollout") + (", and older ones" * bool(self._before))

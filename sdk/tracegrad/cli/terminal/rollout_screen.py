@@ -16,7 +16,7 @@ from tracegrad.store import RolloutFilter, Store, StoreError
 from tracegrad.store.read.rollout_pages import RolloutKey, next_rollout, rollout_key
 
 
-class RolloutView(Screen[None]):
+class RolloutScreen(Screen[None]):
     """`wanted`: of which rollouts its neighbours are."""
 
     BINDINGS = [  # noqa: RUF012
