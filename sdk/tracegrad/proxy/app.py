@@ -255,6 +255,7 @@ def _own_gate(settings: ProxySettings, store: Store) -> WeightUpdateGate:
     return WeightUpdateGate(
         version=store.current_version() or 0,
         held=settings.held,
+        lacks_version=settings.held,
         max_waiting=settings.max_waiting,
         max_wait_s=settings.max_wait_s,
     )

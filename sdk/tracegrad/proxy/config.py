@@ -115,8 +115,8 @@ class ProxySettings(FileSettings):
     )
     held: bool = Field(
         False,
-        description="calls wait until the first weight push; for an engine that starts with other"
-        " weights than those of the store's current version",
+        description="calls wait until a first weight push has set a version; for an engine that"
+        " starts with other weights than those of the store's current version",
     )
 
     # What is kept

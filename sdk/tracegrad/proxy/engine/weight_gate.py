@@ -142,11 +142,13 @@ class WeightUpdateGate:
         version: int = 0,
         *,
         held: bool = False,
+        lacks_version: bool = False,
         max_waiting: int = 4096,
         max_wait_s: float = 900.0,
     ) -> None:
-        """`held`: nobody enters before a first `release`. At most `max_waiting` calls wait, each
-        at most `max_wait_s` seconds."""
+        """`held`: nobody enters before a first `release`. `lacks_version`: which opens nothing as
+        long as nobody has set a version, for `version` is not what the engine has. At most
+        `max_waiting` calls wait, each at most `max_wait_s` seconds."""
         self.version = version
         self.versions: dict[str, int] = {}  # of sources that were given one of their own
         self.canary: Canary | None = None
@@ -155,6 +157,7 @@ class WeightUpdateGate:
         self._arrivals = _Arrivals()
         self._arrivals_from: dict[str, _Arrivals] = {}
         self._held = held
+        self._lacks_version = lacks_version
         self._held_since = time.monotonic()
         self._held_s = 0.0  # by holds that ended
         self.pushes = held  # whether weights are pushed to the engine
@@ -270,6 +273,7 @@ class WeightUpdateGate:
         if source is None:
             self.version = version
             self.versions.clear()
+            self._lacks_version = False
         else:
             self.versions[source] = version
 
@@ -290,11 +294,14 @@ class WeightUpdateGate:
         self.on_release()
         if upstream is not None:
             return
-        self._held_s, self._held = self.held_s(), False
-        self._drained.set()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._lacks_version:
+            log.warning("a release came before any policy version was set: calls are still held")
+            return
+        self._held_s, self._held = self.held_s(), False
+        self._drained.set()
         self._waiting.release()
 
     def note_arrival(self, source: str | None = None) -> int:
@@ -362,8 +369,7 @@ class WeightUpdateGate:
 
     def _expire(self, ttl_s: float) -> None:
         log.error(
-            "a weight push held calls for %g s without a release; %d waiting calls go on",
-            ttl_s,
-            len(self._waiting),
+            "a weight push held calls for %g s without a release; %d waiting calls %s",
+            *(ttl_s, len(self._waiting), "wait on" if self._lacks_version else "go on"),
         )
         self.release()

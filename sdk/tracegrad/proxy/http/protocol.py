@@ -10,7 +10,6 @@ them read.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import re
 from collections.abc import Callable, Iterable
@@ -77,16 +76,6 @@ def server_config(app: ASGIApp, limits: ConnectionLimits) -> uvicorn.Config:
         timeout_keep_alive=limits.idle_s,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
-
-
-def tune_gc() -> None:
-    """Every answer is parsed into a thousand objects that are soon dropped, none in a cycle.
-
-    By default Python would look through all memory for cycles again and again meanwhile.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):

@@ -27,11 +27,13 @@ LOOK_S = 2.0
 
 class GateNow(NamedTuple):
     """What a worker that starts has to join. `until`: when a hold opens by itself, on the clock of
-    `time.monotonic`; None where only a release opens it. `versions` and `holds` (until when) are
-    of single servers; `versions` also of a candidate's name."""
+    `time.monotonic`; None where only a release opens it. `lacks_version`: nothing does before a
+    version is set. `versions` and `holds` (until when) are of single servers; `versions` also of a
+    candidate's name."""
 
     version: int
     held: bool = False
+    lacks_version: bool = False
     until: float | None = None
     pushes: bool = False
     versions: tuple[tuple[str, int], ...] = ()
@@ -49,11 +51,11 @@ class GateNow(NamedTuple):
             kept = self._versions_but(source)
             return self._replace(versions=(*kept, (source, args["version"])))
         if asked == SET_VERSION:
-            return self._replace(version=args["version"], versions=())
+            return self._replace(version=args["version"], versions=(), lacks_version=False)
         if asked == RELEASE and upstream is not None:
             return self._replace(holds=others)
         if asked == RELEASE:
-            return self._replace(held=False, until=None, holds=())
+            return self._replace(held=self.lacks_version, until=None, holds=())
         if asked == SET_CANARY:
             canary = canary_of(**args)
             ended = self.canary.model if canary is None and self.canary is not None else None
@@ -67,7 +69,7 @@ class GateNow(NamedTuple):
         """Seconds that a hold lasts yet; infinite until a release; None where there is none."""
         if not self.held:
             return None
-        if self.until is None:
+        if self.until is None or self.lacks_version:
             return float("inf")
         return self.until - now if self.until > now else None
 

@@ -101,7 +101,8 @@ class Supervisor:
         self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
         self._metrics = metric_cells(settings)
         self._writing = os.memfd_create("tracegrad-writing")
-        self._requests = GroupRequests(self._send, GateNow(version, settings.held))
+        gate = GateNow(version, held=settings.held, lacks_version=settings.held)
+        self._requests = GroupRequests(self._send, gate)
         self._unplaced: deque[socket.socket] = deque()
         self._selector = selectors.DefaultSelector()
         self._listening = self._out_of_files = False

@@ -23,8 +23,9 @@ from tracegrad.proxy.app import WorkerLinks, create_app
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
-from tracegrad.proxy.http.protocol import server_config, tune_gc
+from tracegrad.proxy.http.protocol import server_config
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
+from tracegrad.proxy.process_memory import tune_gc
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import RECONNECT_S
@@ -98,6 +99,7 @@ def run_worker(seat: Seat) -> None:
         gate = WeightUpdateGate(
             seat.gate.version,
             held=seat.gate.held_for(time.monotonic()) is not None,
+            lacks_version=seat.gate.lacks_version,
             max_waiting=settings.max_waiting,
             max_wait_s=settings.max_wait_s,
         )

@@ -360,9 +360,34 @@ async def test_a_gate_that_begins_held_opens_with_the_first_release() -> None:
     assert await early == 4, "the weights that it meets are the pushed ones"
 
 
+async def test_a_gate_without_a_version_is_opened_by_nothing_before_it_has_one() -> None:
+    gate = WeightUpdateGate(version=3, held=True, lacks_version=True)
+
+    async def call() -> int:
+        async with gate.admission(streaming=False) as passage:
+            return passage.version
+
+    early = asyncio.create_task(call())
+    await gate.hold(ttl_s=0.01, drain_s=0)
+    await asyncio.sleep(0.1)
+    gate.release()
+    await gate.set_version(5, upstream="http://one")
+    gate.release("http://one")
+    await asyncio.sleep(0.02)
+    assert not early.done()
+    assert gate.held
+    await gate.set_version(5)
+    assert gate.held
+    gate.release()
+    assert await early == 5
+
+
 def test_the_proxy_begins_held_where_its_settings_say_so(serve_proxy: ServeProxy) -> None:
     with serve_proxy(held=True, control_key=CONTROL_KEY) as http:
         assert state(http)["held"]
+        push(http, "release")
+        assert state(http)["held"], "another push's release, which has told it no version"
+        push(http, "version", version=4)
         push(http, "release")
         assert not state(http)["held"]
 

@@ -70,6 +70,18 @@ def test_the_gate_that_a_new_worker_joins() -> None:
     assert GateNow(0, held=True).held_for(1e9) == float("inf")
 
 
+def test_a_worker_that_starts_joins_a_hold_that_only_a_version_ends() -> None:
+    gate = GateNow(4, held=True, lacks_version=True)
+    gate = gate.after("hold", {"ttl_s": 60, "drain_s": 1}, 100.0)
+    assert gate.held_for(1_000.0) == float("inf")
+    gate = gate.after("release", {}, 101.0)
+    gate = gate.after("set_version", {"version": 5, "upstream": "a"}, 102.0)
+    assert (gate.held, gate.held_for(1_000.0)) == (True, float("inf"))
+    gate = gate.after("set_version", {"version": 5}, 103.0)
+    assert (gate.held, gate.lacks_version) == (True, False)
+    assert gate.after("release", {}, 104.0).held_for(104.0) is None
+
+
 def test_a_worker_that_starts_joins_what_single_servers_have() -> None:
     gate = GateNow(4)
     gate = gate.after("hold", {"ttl_s": 60, "drain_s": 1, "upstream": "a"}, 100.0)
