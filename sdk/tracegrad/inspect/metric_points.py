@@ -32,6 +32,8 @@ class MetricPoint:
 
 def finite_number(value: object) -> float | None:
     """What a store's JSON may hold in its place is None: a text, NaN, an integer beyond floats."""
+    if type(value) is float:  # nearly all of the tens of thousands that charts ask for
+        return value if math.isfinite(value) else None
     try:
         number = float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
@@ -47,10 +49,9 @@ def step_point(record: StepRecord) -> MetricPoint:
 def push_point(version: PolicyVersion) -> MetricPoint:
     """What the check of a push found: how far served and trained log-probabilities are apart."""
     gap, seconds = (_table(version.detail.get(name)) for name in ("gap", "seconds"))
-    known = [took for took in map(finite_number, seconds.values()) if took is not None]
     found = {
         "failed": version.state == "failed",
-        "seconds": math.fsum(known),
+        "seconds": push_seconds(version),
         **{f"seconds/{stage}": took for stage, took in seconds.items()},
         "paused_s": version.detail.get("paused_s"),
         "held_s": version.detail.get("held_s"),
@@ -63,6 +64,12 @@ def push_point(version: PolicyVersion) -> MetricPoint:
     numbers = {f"{PUSH}/{name}": finite_number(value) for name, value in found.items()}
     values = {name: value for name, value in numbers.items() if value is not None}
     return MetricPoint(version.step or 0, version.created_at, values)
+
+
+def push_seconds(version: PolicyVersion) -> float:
+    """All stages of its push together."""
+    took = map(finite_number, _table(version.detail.get("seconds")).values())
+    return math.fsum(each for each in took if each is not None)
 
 
 def _table(value: object) -> Mapping[str, Any]:

@@ -348,7 +348,7 @@ class VersionControl:
             # In this order: what a guard wants becomes a decision, and that what is served.
             wanted = self._wanted()
             decided = self._store.open_decisions()
-            history = self._store.version_history()
+            history = self._store.version_history(())
             self._remove_beyond(history, wanted_on_disk(history, wanted) | _named(decided, history))
 
     def _remove_beyond(self, history: VersionHistory, wanted: Collection[int]) -> None:

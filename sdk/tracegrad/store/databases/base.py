@@ -10,17 +10,13 @@ Three kinds of transactions, all of which see what was committed before they beg
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, exc
-from sqlalchemy.exc import DontWrapMixin
 
-from tracegrad.jsonutil import dump_json
-from tracegrad.store.errors import EventRejected, StoreUnavailable
+from tracegrad.store.errors import StoreUnavailable
 
 BUSY_TIMEOUT_S = 30.0
 
@@ -79,21 +75,3 @@ class Database(ABC):
 
     def line(self, reason: str) -> str:
         return f"store {self.describe()}: {' '.join(reason.split())}"
-
-
-class NotSerializable(EventRejected, DontWrapMixin):
-    """A value that JSON cannot say at all."""
-
-
-def json_text(value: Any) -> str:
-    """`value` as JSON that is valid by the letter: NaN and infinities become null.
-
-    NUL and lone surrogates stay what they are: escapes, in columns of type `json`.
-    """
-    try:
-        text = dump_json(value)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise NotSerializable(f"{value!r:.60}: it is no JSON ({error})") from error
-    if "NaN" in text or "Infinity" in text:  # Python's own writer leaves them, PostgreSQL refuses
-        return json.dumps(json.loads(text, parse_constant=lambda _: None))
-    return text

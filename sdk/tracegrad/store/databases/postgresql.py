@@ -12,7 +12,8 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
 
-from tracegrad.store.databases.base import Conflict, Database, json_text
+from tracegrad.store.databases.base import Conflict, Database
+from tracegrad.store.databases.json_columns import json_text, json_value
 from tracegrad.store.databases.postgresql_fixes import fix_for
 from tracegrad.store.errors import StoreLost, StoreUnavailable
 
@@ -90,6 +91,7 @@ class PostgreSQL(Database):
             connect_args={**defaults, "client_encoding": "utf8"},
             isolation_level="READ COMMITTED",  # whatever the server's default is
             json_serializer=json_text,
+            json_deserializer=json_value,
             pool_size=_KEPT,
             max_overflow=_MORE,
             pool_timeout=busy_timeout_s,

@@ -26,7 +26,8 @@ from tracegrad.private_files import (
     private_folder,
     restrict_permissions,
 )
-from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database, json_text
+from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
+from tracegrad.store.databases.json_columns import json_text, json_value
 from tracegrad.store.errors import StoreMissing, StoreUnavailable
 
 
@@ -70,6 +71,7 @@ class SQLite(Database):
             self.url,
             creator=lambda: _open_file(path, busy_timeout_s),
             json_serializer=json_text,
+            json_deserializer=json_value,
             pool_size=4,
             max_overflow=60,
             pool_timeout=busy_timeout_s,

@@ -8,10 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from time import monotonic
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Integer,
+    Select,
+    and_,
+    bindparam,
+    case,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy.orm import aliased
 
 from tracegrad.events import Json
@@ -119,21 +131,40 @@ def rollout_input(connection: Connection, rollout_id: str) -> Any:
 
 
 def count_attempts(connection: Connection, task_id: str) -> AttemptCount:
-    some = select(Rollouts.rollout_id).where(Rollouts.task_id == task_id).limit(MOST_COUNTED + 1)
-    count = connection.scalar(select(func.count()).select_from(some.subquery())) or 0
+    count = connection.scalar(_count_query(), {"task_id": task_id}) or 0
     return AttemptCount(min(count, MOST_COUNTED), count > MOST_COUNTED)
+
+
+# A page asks these of each of its tasks: to put one together takes longer than the database does.
+@cache
+def _count_query() -> Select[tuple[int]]:
+    some = select(Rollouts.rollout_id).where(Rollouts.task_id == bindparam("task_id"))
+    return select(func.count()).select_from(some.limit(MOST_COUNTED + 1).subquery())
+
+
+@cache
+def _summary_query() -> Select[*tuple[Any, ...]]:
+    says = and_(Rollouts.outcome.in_(SCORED_OUTCOMES), has_turns())
+    query = select(
+        Rollouts.opened_at, Rollouts.rollout_id, Rollouts.outcome, case((says, latest_reward()))
+    )
+    of_task = query.where(Rollouts.task_id == bindparam("task_id"))
+    return of_task.order_by(*newest_first()).limit(bindparam("most", type_=Integer()))
+
+
+@cache
+def _opening_query() -> Select[tuple[float]]:
+    """When the last attempt that is looked at was opened."""
+    query = select(Rollouts.opened_at).where(Rollouts.task_id == bindparam("task_id"))
+    return query.order_by(Rollouts.opened_at.desc()).offset(_LOOKED_AT - 1).limit(1)
 
 
 def summarize_newest(connection: Connection, task_id: str, limit: int) -> TaskSummary | None:
     """Of a task's newest `limit` attempts; None: it has none. Rewards are those of attempts that
     say something of the policy, as pass@k counts them (`load_attempts`)."""
-    says = and_(Rollouts.outcome.in_(SCORED_OUTCOMES), has_turns())
-    reward_of = case((says, latest_reward()))
-    query = select(Rollouts.opened_at, Rollouts.rollout_id, Rollouts.outcome, reward_of)
+    rows = connection.execute(_summary_query(), {"task_id": task_id, "most": limit})
     found: TaskSummary | None = None
-    for opened_at, rollout_id, outcome, reward in connection.execute(
-        _newest(query, task_id, limit)
-    ):
+    for opened_at, rollout_id, outcome, reward in rows:
         found = found or TaskSummary(task_id, opened_at, rollout_id)
         found.outcomes[outcome or OPEN] += 1
         if reward is not None:
@@ -147,9 +178,7 @@ def health_of_tasks(
     """How each stands by its newest attempts, in their order."""
     opened_from: dict[str, float] = {}
     for task_id in task_ids:
-        query = select(Rollouts.opened_at).where(Rollouts.task_id == task_id)
-        newest = query.order_by(Rollouts.opened_at.desc()).offset(_LOOKED_AT - 1).limit(1)
-        moment = connection.scalar(newest)
+        moment = connection.scalar(_opening_query(), {"task_id": task_id})
         if moment is not None:
             opened_from[task_id] = moment
     subjects = [Subject("task", task_id) for task_id in task_ids]

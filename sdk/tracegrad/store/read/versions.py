@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
 from tracegrad.events import Json
 from tracegrad.store.models import Decisions, Steps, VersionEvents
@@ -152,14 +152,30 @@ class VersionHistory:
                 pass
 
 
-def version_history(connection: Connection) -> VersionHistory:
-    """Of all versions; a version has a handful of events."""
+def version_history(
+    connection: Connection, versions: Collection[int] | None = None
+) -> VersionHistory:
+    """Of all versions; a version has a handful of events, and ten thousand versions take a second.
+
+    `versions`: of these, and of all that are kept on disk, served, the newest, or named by a
+    decision. So all is as it is in the whole history, but `records` and `numbers_of`, which know
+    these alone.
+    """
     history = VersionHistory()
-    query = select_fields(PolicyVersion, VersionEvents).order_by(VersionEvents.seq)
-    for event in load(connection, PolicyVersion, query):
-        _apply_event(history, event)
     acted = select_fields(Decision, Decisions).where(Decisions.acted_at.is_not(None))
-    for decision in load(connection, Decision, acted.order_by(Decisions.seq)):
+    decisions = load(connection, Decision, acted.order_by(Decisions.seq))
+    query = select_fields(PolicyVersion, VersionEvents).order_by(VersionEvents.seq)
+    if versions is None:
+        events = load(connection, PolicyVersion, query)
+    else:
+        named = {*versions, *_standing_versions(connection), *_named_versions(decisions)}
+        rows = rows_of_keys(connection, query, VersionEvents.version, sorted(named))
+        events = [PolicyVersion(**row._mapping) for row in rows]
+    for event in events:
+        _apply_event(history, event)
+    if versions is not None:
+        history.serving = serving_version(connection)  # events of few versions are in no order
+    for decision in decisions:
         if decision.refused is None:
             _apply_decision(history, decision)
         else:
@@ -168,6 +184,31 @@ def version_history(connection: Connection) -> VersionHistory:
     _name_states(history)
     history.records = dict(sorted(history.records.items()))
     return history
+
+
+def version_numbers(connection: Connection, limit: int, *, before: int | None = None) -> list[int]:
+    """The last `limit` versions, the newest first; `before`: of those before this one."""
+    query = select(VersionEvents.version).distinct().order_by(VersionEvents.version.desc())
+    if before is not None:
+        query = query.where(VersionEvents.version < before)
+    return list(connection.scalars(query.limit(limit)))
+
+
+def _standing_versions(connection: Connection) -> set[int]:
+    """The newest version, the one that is served, and all that are kept on disk."""
+    last = select(func.max(VersionEvents.seq)).where(VersionEvents.state.in_(("kept", "not_kept")))
+    kept = select(VersionEvents.version).where(
+        VersionEvents.seq.in_(last.group_by(VersionEvents.version)), VersionEvents.state == "kept"
+    )
+    found = {*connection.scalars(kept), *version_numbers(connection, 1)}
+    serving = serving_version(connection)
+    return found if serving is None else found | {serving}
+
+
+def _named_versions(decisions: Sequence[Decision]) -> set[int]:
+    named = {one.version for one in decisions}
+    named |= {(one.outcome or {}).get("version") for one in decisions}
+    return {version for version in named if version is not None}
 
 
 def serving_version(connection: Connection) -> int | None:
@@ -337,7 +378,8 @@ def _apply_decision(history: VersionHistory, decision: Decision) -> None:
 
 def _find_lost(connection: Connection, history: VersionHistory) -> None:
     """Versions of a step whose number another one has by now: nobody else has their weights."""
-    rows = connection.execute(select(Steps.step, Steps.version))
+    steps = {record.weights_step for record in history.records.values()}
+    rows = rows_of_keys(connection, select(Steps.step, Steps.version), Steps.step, steps)
     made = {row.step: row.version for row in rows}
     for record in history.records.values():
         if made.get(record.weights_step, 0) > record.version:

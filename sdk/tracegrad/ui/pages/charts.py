@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tracegrad.events import Json
 from tracegrad.inspect.display_text import metric_text
-from tracegrad.inspect.metric_points import finite_number, has_gap, push_point
+from tracegrad.inspect.metric_points import finite_number, has_gap, push_seconds
 from tracegrad.store import PolicyVersion, StepHistory, StepRecord, Store
 from tracegrad.store.read.versions import outcomes_of_versions, pushes_of_versions
 
@@ -155,7 +157,7 @@ def _points(store: Store, records: Sequence[StepRecord]) -> list[dict[str, float
     for record in records:
         values = step_numbers(record)
         if (push := pushes.get(record.version)) is not None:
-            values |= finite_numbers(push_point(push).values)
+            values |= finite_numbers(_push_numbers(push))
         if (evaluation := evaluated.get(record.version)) is not None:
             values |= _success(evaluation)
         found.append(values)
@@ -165,21 +167,34 @@ def _points(store: Store, records: Sequence[StepRecord]) -> list[dict[str, float
 def step_numbers(record: StepRecord) -> dict[str, float]:
     """Those that charts show: a step has a hundred, and a page hundreds of steps."""
     metrics = record.metrics
-    chosen: dict[str, Any] = {name: metrics.get(name) for name in _WANTED}
+    chosen: dict[str, Any] = {name: metrics[name] for name in _drawn_names(tuple(metrics))}
     for prefix in _FAMILIES:
         table = metrics.get(prefix[:-1]) if prefix.endswith("/") else None
         if isinstance(table, Mapping):
             chosen |= {prefix + name: value for name, value in table.items()}
-    chosen |= {name: value for name, value in metrics.items() if name.startswith(_FAMILIES)}
     values = finite_numbers(chosen)
     if not has_gap(values):  # a gap of no tokens means nothing
         values = {name: value for name, value in values.items() if not name.startswith("gap_")}
     return values
 
 
+@lru_cache(maxsize=64)  # most steps have the same names
+def _drawn_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name in _WANTED or name.startswith(_FAMILIES))
+
+
 def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: finite_number(value) for name, value in values.items()}
     return {name: value for name, value in numbers.items() if value is not None}
+
+
+def _push_numbers(push: PolicyVersion) -> dict[str, Any]:
+    """Those of `push_point` that charts show."""
+    return {
+        "push/seconds": push_seconds(push),
+        "push/paused_s": push.detail.get("paused_s"),
+        "push/held_s": push.detail.get("held_s"),
+    }
 
 
 def _success(evaluation: PolicyVersion) -> dict[str, float]:
@@ -202,11 +217,9 @@ def _family(
     prefix: str, points: Sequence[Mapping[str, float]]
 ) -> list[tuple[str, list[float | None]]]:
     """One a name, those with the largest sums; what the others add up to is the last."""
-    sums: dict[str, float] = {}
-    for point in points:
-        for name, value in point.items():
-            if name.startswith(prefix):
-                sums[name] = sums.get(name, 0.0) + value
+    names = {name for point in points for name in point}
+    family = [name for name in names if name.startswith(prefix)]
+    sums = {name: math.fsum(point.get(name, 0.0) for point in points) for name in family}
     by_size = sorted(sums, key=lambda name: -sums[name])
     few = len(by_size) <= MOST_SERIES
     shown = sorted(by_size if few else by_size[: MOST_SERIES - 1])

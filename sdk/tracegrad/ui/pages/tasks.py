@@ -37,7 +37,7 @@ from tracegrad.ui.security import BASE
 PATH = f"{BASE}/tasks"
 PAGE = 25  # rows
 # Attempts of each, the newest, that its figures are of.
-LOOKED_AT = 100
+LOOKED_AT = 50
 # Of more that are set aside the latest are shown.
 MOST_ASIDE = 50
 MOST_REASON = 2_000  # characters

@@ -14,7 +14,12 @@ from tracegrad.inspect.decision_text import describe_decision, evaluation_text
 from tracegrad.inspect.metric_points import finite_number
 from tracegrad.store import Decision, StepHistory, Store
 from tracegrad.store.models import Decisions
-from tracegrad.store.read.versions import VersionHistory, VersionRecord, version_history
+from tracegrad.store.read.versions import (
+    VersionHistory,
+    VersionRecord,
+    version_history,
+    version_numbers,
+)
 from tracegrad.store.rows import count_rows
 from tracegrad.store.types import DecisionKind
 from tracegrad.store.write.decisions import decide as write_decision
@@ -114,21 +119,23 @@ def versions_values(
     """What the template needs: the versions below `before`, the newest first, and a form for the
     `chosen` one. `problem`: why what was `given` with a form was not done."""
     with store.reading() as connection:
-        history = version_history(connection)
+        found = version_numbers(connection, PAGE + 1, before=before)
+        asked = [*found[:PAGE], *([] if chosen is None else [chosen])]
+        history = version_history(connection, asked)
         decisions = newest_decisions(connection, MOST_DECISIONS)
         waiting = open_decisions(connection)
         decided = count_rows(connection, Decisions)
-    wanted = [
-        one for one in reversed(history.records.values()) if before is None or one.version < before
+    rows = [
+        ListedVersion(history.records[version], _possible(history, version, waiting))
+        for version in found[:PAGE]
     ]
-    rows = [ListedVersion(one, _possible(history, one.version, waiting)) for one in wanted[:PAGE]]
     last = StepHistory(store).steps(1)
     return {
         "history": history,
         "rows": rows,
         "chosen": _chosen(history, chosen, waiting),
         "first_page": before is None,
-        "older": link(PATH, [], before=str(rows[-1].record.version)) if wanted[PAGE:] else None,
+        "older": link(PATH, [], before=str(rows[-1].record.version)) if found[PAGE:] else None,
         "kept_elsewhere": _kept_elsewhere(history, rows),
         "decisions": [ListedDecision(one) for one in decisions],
         "more_decisions": decided - len(decisions),

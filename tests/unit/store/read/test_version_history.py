@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tracegrad.store import Decision, Ledger, PolicyVersion, StepRecord, Store
-from tracegrad.store.read.versions import given_up_versions
+from tracegrad.store.read.versions import VersionHistory, given_up_versions, version_numbers
 
 
 def happened(store: Store, version: int, state: Any, weights: int, **detail: Any) -> None:
@@ -27,6 +28,13 @@ def decided(store: Store, kind: Any, of: int | None = None, **outcome: Any) -> N
     given = Decision(kind=kind, version=of, training=training, by="ann@host", reason="why")
     told = outcome or ({} if of is None else {"version": of})
     store.close_decision(store.decide(given), told)
+
+
+def target_of(history: VersionHistory) -> int | str:
+    try:
+        return history.rollback_target()
+    except ValueError as error:
+        return str(error)
 
 
 def states(store: Store) -> dict[int, str]:
@@ -109,6 +117,52 @@ def test_what_can_be_returned_to(store: Store) -> None:
         history.check_target(1)
     happened(store, 0, "kept", 0, bytes=5)
     assert store.version_history().rollback_target() == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_history_of_few_versions_says_of_them_what_the_whole_one_does(
+    store: Store, seed: int
+) -> None:
+    drawn = random.Random(seed)
+    for step in range(1, 9):
+        made = StepRecord(step=step, version=step + drawn.randrange(3))
+        Ledger(store).commit_step(made, trained=[], skipped={}, rollouts=[])
+    newest = 0
+    for _ in range(60):
+        version = drawn.randrange(12)
+        newest = max(newest, version)
+        what = drawn.choice(["serving", "kept", "not_kept", "failed", "evaluated", "decide"])
+        if what != "decide":
+            happened(
+                store, version, what, drawn.randrange(9), gate=drawn.choice(["none", "canary"])
+            )
+            continue
+        kind = drawn.choice(["promote", "pin", "unpin", "pause", "resume", "rollback"])
+        of = None if kind in ("pause", "resume") else version
+        past = {"version": version, "newest": newest, "last_step": 8} if kind == "rollback" else {}
+        training = drawn.choice(["continue", "pause"]) if kind == "rollback" else None
+        decided(store, kind, of, training=training, **past)
+    whole = store.version_history()
+    for asked in ([], [3], [0, 7, 11, 40]):
+        some = store.version_history(asked)
+        assert {*asked} & {*whole.records} <= {*some.records}
+        assert some.records == {version: whole.records[version] for version in some.records}
+        assert (some.kept(), max(some.records)) == (whole.kept(), max(whole.records))
+        for name in ("serving", "promoted", "promoted_at", "paused", "rollback", "refused"):
+            assert getattr(some, name) == getattr(whole, name), name
+        for version in range(newest + 1):
+            assert some.kept_before(version) == whole.kept_before(version)
+        assert target_of(some) == target_of(whole)
+
+
+@pytest.mark.parametrize("before", [None, 3, 0])
+def test_versions_come_in_pages(store: Store, before: int | None) -> None:
+    for version in (0, 1, 2, 5):
+        happened(store, version, "serving", version)
+        happened(store, version, "kept", version)
+    with store.reading() as connection:
+        found = version_numbers(connection, 2, before=before)
+    assert found == {None: [5, 2], 3: [2, 1], 0: []}[before]
 
 
 @given(st.data())
