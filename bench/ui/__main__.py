@@ -13,6 +13,7 @@ from bench.ui.long_rollout import add_long_rollout
 from bench.ui.pages import pages_of, pages_of_long_rollout
 from bench.ui.report import page
 from bench.ui.timing import timed
+from tracegrad.proxy.process_memory import tune_gc
 from tracegrad.store import Store
 
 WHOLE, QUICK = StoreSize(1_000_000, 10_000), StoreSize(20_000, 200)
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         size, turns, rounds = QUICK, QUICK_TURNS, QUICK_ROUNDS
     options.folder.mkdir(parents=True, exist_ok=True)
+    tune_gc()  # as the proxy does, which serves these pages
     say = clock()
     with make_store(options.folder / f"{size.rollouts}-{size.steps}.db", size) as store:
         say("the large store is there")

@@ -13,10 +13,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, exists, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    bindparam,
+    exists,
+    func,
+    or_,
+    select,
+)
 from sqlalchemy.orm import InstrumentedAttribute, aliased
 
 from tracegrad.events import Json, Outcome
@@ -138,11 +149,11 @@ class SubjectHealth:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
+    rollout_id: str
     task_id: str | None
     outcome: str
     error: str | None
     reward: float | None
-    version: int | None
     held_out: bool
     opened_at: float
 
@@ -199,7 +210,7 @@ def _finding(
     if found is not None and not _others_succeeded(connection, subject, found.evidence["since"]):
         found = None
     if found is None and subject.kind == "task":
-        found = _equal_rewards(newer, rule)
+        found = _equal_rewards(connection, newer, rule)
     return found
 
 
@@ -229,12 +240,14 @@ def _fails(subject: Subject, attempts: Sequence[_Attempt], rule: QuarantineRule)
     return Finding("quarantine", FAILS, text, evidence)
 
 
-def _equal_rewards(attempts: Iterable[_Attempt], rule: QuarantineRule) -> Finding | None:
+def _equal_rewards(
+    connection: Connection, attempts: Iterable[_Attempt], rule: QuarantineRule
+) -> Finding | None:
     newest = [each for each in attempts if _is_trained(each)][: rule.equal_rewards]
-    versions = {each.version for each in newest if each.version is not None}
-    if len(newest) < rule.equal_rewards or len(versions) < rule.versions:
+    if len(newest) < rule.equal_rewards or len({each.reward for each in newest}) > 1:
         return None
-    if len({each.reward for each in newest}) > 1:
+    versions = _last_versions(connection, [each.rollout_id for each in newest])
+    if len(versions) < rule.versions:
         return None
     reward = newest[0].reward
     text = (
@@ -248,6 +261,18 @@ def _equal_rewards(attempts: Iterable[_Attempt], rule: QuarantineRule) -> Findin
         "since": newest[-1].opened_at,
     }
     return Finding("quarantine", EQUAL_REWARD, text, evidence)
+
+
+def _last_versions(connection: Connection, rollout_ids: Sequence[str]) -> set[int]:
+    """The newest policy versions that sampled the rollouts' turns."""
+    found = connection.scalars(_last_version_query(), {"rollout_ids": rollout_ids})
+    return {version for version in found if version is not None}
+
+
+@cache
+def _last_version_query() -> Select[int | None]:
+    of_rollouts = Turns.rollout_id.in_(bindparam("rollout_ids", expanding=True))
+    return select(func.max(Turns.last_version)).where(of_rollouts).group_by(Turns.rollout_id)
 
 
 def _recovered(last: TaskDecision, newer: Sequence[_Attempt]) -> Finding | None:
@@ -358,20 +383,14 @@ def _ranked(
         Rollouts.finished_at.is_not(None),
         Rollouts.outcome != Outcome.ABORTED.value,
     ).subquery()
-    version = (
-        select(func.max(Turns.last_version))
-        .where(Turns.rollout_id == Rollouts.rollout_id)
-        .correlate(Rollouts)
-        .scalar_subquery()
-    )
     return (
         select(
             newest.c.subject,
+            Rollouts.rollout_id,
             Rollouts.task_id,
             Rollouts.outcome,
             Rollouts.error,
             latest_reward().label("reward"),
-            version.label("version"),
             Rollouts.held_out,
             Rollouts.opened_at,
         )

@@ -35,7 +35,7 @@ from tracegrad.ui.paging import WrongLink, link, read_key, write_key
 from tracegrad.ui.security import BASE
 
 PATH = f"{BASE}/tasks"
-PAGE = 25  # rows
+PAGE = 20  # rows
 # Attempts of each, the newest, that its figures are of.
 LOOKED_AT = 50
 # Of more that are set aside the latest are shown.
