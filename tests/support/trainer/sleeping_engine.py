@@ -43,6 +43,7 @@ class EngineState:
     away: bool = False  # the proxy sends no calls: it was started again
     version: int = 0  # the proxy's
     held: bool = False
+    is_new: bool = False  # the proxy: it has held all calls since it was started
 
 
 class SleepingEngine:
@@ -93,7 +94,7 @@ class SleepingEngine:
 
     def start_proxy_again(self, version: int) -> None:
         """`version`: what the store has as served."""
-        self.state.version, self.state.held = version, True
+        self.state.version, self.state.held, self.state.is_new = version, True, True
 
     def refuse_once(self, call: str) -> None:
         left = [call]
@@ -236,7 +237,8 @@ class SleepingEngine:
 
     def api_push_version(self, query: dict[str, str], body: dict[str, Any]) -> None:
         for state in self._upstreams(body):
-            if not state.paused and state.version != body["version"]:
+            computes = not (state.paused or state.is_new)
+            if computes and state.version != body["version"]:
                 self.wrong.append("the version is set while the engine computes")
             state.candidate_version = body["version"]
             if "model" not in body:
@@ -244,7 +246,7 @@ class SleepingEngine:
 
     def api_push_release(self, query: dict[str, str], body: dict[str, Any]) -> None:
         for state in self._upstreams(body):
-            state.held = False
+            state.held = state.is_new = False
 
     def api_push_canary(self, query: dict[str, str], body: dict[str, Any]) -> None:
         self.canary = body if body.keys() & {"upstream", "model"} else None

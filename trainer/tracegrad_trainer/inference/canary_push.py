@@ -82,9 +82,9 @@ class CanaryPush:
         check = partial(verify, self.place) if verify else None
         swap.engines.ask_all()
         with swap.engines.only(self.place), swap.made_ready(new):
-            # First: nobody beyond the share is to have a token of it.
-            self.begin()
             try:
+                # First: nobody beyond the share is to have a token of it.
+                self.begin()
                 with self.only(self.place):
                     seconds = swap.change(new, self.candidate or served, check)
             except BaseException:

@@ -24,12 +24,17 @@ class WeightRestore:
         )
 
     def all_together(self, served: ServedWeights, serve: Callable[[], object]) -> bool:
-        """Of engines that stand still together: `serve` gives `served` to all."""
+        """Of engines that stand still together: `serve` gives `served` to all, unless they say that
+        they have it, and a proxy alone was started again."""
         swap = self._swap
-        another = self._says_versions and swap.engines.serves(served.version) is False
-        stale = self._in_doubt or another
-        if not stale and not swap.proxy.has_another(served.version):
-            return False
+        have_it = swap.engines.serves(served.version) if self._says_versions else None
+        if have_it is not False and not self._in_doubt:
+            if not swap.proxy.has_another(served.version):
+                return False
+            if have_it:
+                with swap.own_watch(), swap.proxy.only_stale():
+                    self._tell_proxy(served, {}, None)
+                return True
         self._in_doubt = True
         with swap.own_watch():
             serve()

@@ -74,6 +74,18 @@ def test_a_proxy_that_was_started_again_gets_its_version_and_opens(
     engine.start_proxy_again(version=1)  # killed before the push was in the store
     assert pusher.restore()
     assert (engine.state.version, engine.serves) == (2, True)
+    assert engine.loaded == [1.0, 2.0], "the engine says that it has it"
+
+
+def test_an_engine_and_a_proxy_that_were_started_again_get_everything(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.start_again()
+    engine.start_proxy_again(version=0)
+    assert pusher.restore()
+    assert (engine.loaded, engine.state.says) == ([1.0, 1.0], "1")
+    assert (engine.state.version, engine.serves) == (1, True)
 
 
 def test_files_that_are_written_meanwhile_are_left_for_the_next_push(

@@ -136,7 +136,7 @@ def test_a_push_goes_on_without_one_that_is_gone(
 
 
 def test_one_that_is_there_again_holds_until_it_has_been_told_the_version(
-    second: SecondProxy, pusher: WeightPusher
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
 ) -> None:
     second.end()
     pusher.push(1, weights(1.0))
@@ -145,6 +145,8 @@ def test_one_that_is_there_again_holds_until_it_has_been_told_the_version(
     assert second.state == (0, True)
     assert pusher.restore()
     assert second.state == (1, False)
+    assert gate_calls(engine) == GATE, "the others' calls go on meanwhile"
+    assert engine.loaded == [1.0]
     assert not pusher.restore()
     pusher.push(2, weights(2.0))
     assert second.state == (2, False)
