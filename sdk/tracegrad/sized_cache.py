@@ -1,12 +1,19 @@
-"""What was made of large values of late, bounded by bytes: what comes again is not made again."""
+"""What was made of large values of late, bounded by bytes and by age: what comes again is not made
+again."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
+
+# What nobody has asked for in so long is dropped with the next addition: attempts at one task, and
+# turns of one rollout, follow each other within minutes.
+UNUSED_S = 300.0
 
 
 class SizedCache(Generic[V]):
@@ -15,11 +22,20 @@ class SizedCache(Generic[V]):
     cachetools' LRUCache takes six times as long to remember a value.
     """
 
-    def __init__(self, most_bytes: int, *, smallest: int, largest: int) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        *,
+        smallest: int,
+        largest: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`smallest`: bytes of a key that is worth a place. `largest`: bytes of one entry."""
         self._most_bytes, self._smallest, self._largest = most_bytes, smallest, largest
+        self._clock = clock
         self._lock = threading.Lock()
-        self._known: OrderedDict[bytes, tuple[V, int]] = OrderedDict()
+        # With its bytes, and when it was asked for last; that one at the end.
+        self._known: OrderedDict[bytes, tuple[V, int, float]] = OrderedDict()
         self.size = 0  # bytes
 
     def get(self, key: bytes) -> V | None:
@@ -27,8 +43,10 @@ class SizedCache(Generic[V]):
             found = self._known.get(key)
             if found is None:
                 return None
+            value, size, _ = found
+            self._known[key] = value, size, self._clock()
             self._known.move_to_end(key)
-            return found[0]
+            return value
 
     def add(self, key: bytes, value: V, value_bytes: int) -> None:
         size = len(key) + value_bytes
@@ -37,7 +55,15 @@ class SizedCache(Generic[V]):
         with self._lock:
             if key in self._known:
                 return
-            self._known[key] = value, size
+            now = self._clock()
+            self._known[key] = value, size, now
             self.size += size
-            while self.size > self._most_bytes:
-                self.size -= self._known.popitem(last=False)[1][1]
+            self._drop(now - UNUSED_S)
+
+    def _drop(self, unused_since: float) -> None:
+        while self._known:
+            key, (_, size, used) = next(iter(self._known.items()))
+            if self.size <= self._most_bytes and used >= unused_since:
+                return
+            del self._known[key]
+            self.size -= size

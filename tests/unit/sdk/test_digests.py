@@ -8,7 +8,7 @@ import pytest
 
 from tracegrad import digests
 from tracegrad.digests import blake2b
-from tracegrad.sized_cache import SizedCache
+from tracegrad.sized_cache import UNUSED_S, SizedCache
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -34,3 +34,17 @@ def test_a_cache_keeps_what_was_asked_for_last_and_no_more_than_it_may() -> None
     cache.add(b"large".ljust(10), 1, 300)
     cache.add(keys[0], 7, 90)
     assert (cache.size, cache.get(keys[0])) == (size, 0)
+
+
+def test_what_nobody_asks_for_is_dropped_after_a_while() -> None:
+    now = [0.0]
+    cache: SizedCache[int] = SizedCache(1000, smallest=1, largest=300, clock=lambda: now[0])
+    for number, key in enumerate((b"asked for", b"forgotten", b"late")):
+        now[0] = number * UNUSED_S / 2
+        cache.add(key, number, 10)
+        assert cache.get(b"asked for") == 0
+    now[0] += UNUSED_S / 2
+    cache.add(b"new", 3, 10)
+    found = [cache.get(key) for key in (b"asked for", b"forgotten", b"late", b"new")]
+    assert found == [0, None, 2, 3]
+    assert cache.size == sum(map(len, (b"asked for", b"late", b"new"))) + 30
