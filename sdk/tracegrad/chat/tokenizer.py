@@ -10,6 +10,13 @@ from functools import cached_property
 from tokenizers import Tokenizer as Core
 
 from tracegrad.chat.tokenizer_roundtrip import found_anywhere, roundtrip_of
+from tracegrad.sized_cache import SizedCache
+
+# Texts of long prompts: each turn of a rollout is held against how it began, and attempts at one
+# task begin alike.
+DECODED_BYTES = 8 << 20
+_LONGEST_DECODED = 1 << 20
+_SHORTEST_DECODED = 1 << 10  # of the ids: 256 of them
 
 
 class UnencodableText(ValueError):
@@ -31,6 +38,9 @@ class Tokenizer:
             id_ for id_, token in added.items() if found_anywhere(token, contents, core)
         }
         self._reading = roundtrip_of(core)
+        self._decoded: SizedCache[str] = SizedCache(
+            DECODED_BYTES, smallest=_SHORTEST_DECODED, largest=_LONGEST_DECODED
+        )
 
     def encode(self, text: str) -> array[int]:
         """Ids without special tokens that the text does not spell out. Raises UnencodableText."""
@@ -42,8 +52,14 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         """Text with special tokens in it, or without, as engines report replies. Ids that stand
         for nothing leave nothing."""
-        plain = ids.tolist() if isinstance(ids, array) else list(ids)
-        text: str = self._core.decode(plain, skip_special_tokens=skip_special)
+        if not isinstance(ids, array) or skip_special:
+            text: str = self._core.decode(list(ids), skip_special_tokens=skip_special)
+            return text
+        key = ids.tobytes()
+        if (known := self._decoded.get(key)) is not None:
+            return known
+        text = self._core.decode(ids.tolist(), skip_special_tokens=False)
+        self._decoded.add(key, text, len(text.encode()))
         return text
 
     def roundtrip(self, text: str) -> str:

@@ -140,3 +140,14 @@ def test_nothing_is_added_cut_or_padded() -> None:
     padded.enable_truncation(3)
     tokenizer = Tokenizer(padded)
     assert tokenizer.decode(tokenizer.encode("<s>How many lamps?")) == "<s>How many lamps?"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_long_prompt_is_decoded_alike_when_it_comes_again(kind: str) -> None:
+    tokenizer = Tokenizer(core(kind))
+    ids = tokenizer.encode("what is asked <|im_end|> and what is answered " * 200)
+    assert len(ids) * ids.itemsize > 1024
+    first, plain = tokenizer.decode(ids), tokenizer.decode(ids, skip_special=True)
+    assert [tokenizer.decode(ids[:]), tokenizer.decode(list(ids))] == [first, first]
+    assert tokenizer.decode(ids, skip_special=True) == plain
+    assert tokenizer.decode(ids[:-1]) != first
