@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from sqlalchemy import ColumnElement, and_, case, exists, func, literal, not_, or_, select, true
 from sqlalchemy.orm import InstrumentedAttribute, aliased
@@ -92,19 +93,22 @@ def is_idle(before: float) -> ColumnElement[bool]:
     return and_(is_left_open(), Rollouts.opened_at < before, newest_turn() < before)
 
 
-def latest_reward(*, composed: bool = False) -> ColumnElement[float | None]:
+def latest_reward(
+    *, composed: bool = False, of: ColumnElement[str] | None = None
+) -> ColumnElement[float | None]:
     """The rollout's reward, or NULL: the one that arrived last, unless that took it back. Where one
     was composed, the last of those: what is given under the same name is one of its parts.
 
     `composed`: only such rewards count, and those of rules; what else was given waits for the sum
-    that it is a part of. Stores of the time before rewards were bounded may hold some that would be
-    refused today.
+    that it is a part of. `of`: the rollout's id in a query that is not over `Rollouts`. Stores of
+    the time before rewards were bounded may hold some that would be refused today.
     """
+    rollout: Any = Rollouts.rollout_id if of is None else of
     counting = Rewards.source.in_((COMPOSED_SOURCE, RULE_SOURCE)) if composed else true()
     return (
         select(Rewards.value)
         .where(
-            Rewards.rollout_id == Rollouts.rollout_id,
+            Rewards.rollout_id == rollout,
             Rewards.name == MAIN_REWARD_NAME,
             Rewards.turn.is_(None),
             Rewards.value.between(-MAX_REWARD, MAX_REWARD) | Rewards.value.is_(None),
@@ -112,7 +116,7 @@ def latest_reward(*, composed: bool = False) -> ColumnElement[float | None]:
         )
         .order_by(case((Rewards.source == COMPOSED_SOURCE, 0), else_=1), Rewards.seq.desc())
         .limit(1)
-        .correlate(Rollouts)
+        .correlate(rollout.table)
         .scalar_subquery()
     )
 

@@ -149,12 +149,14 @@ class SubjectHealth:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
+    """Its fields are in the order of the columns of `_ranked`."""
+
     rollout_id: str
     task_id: str | None
     outcome: str
     error: str | None
     reward: float | None
-    held_out: bool
+    held_out: bool | None
     opened_at: float
 
 
@@ -357,24 +359,30 @@ def _newest_attempts(
     found: dict[Subject, list[_Attempt]] = {}
     for kind, ids in _by_kind(subjects).items():
         for some in chunks(ids):
-            for row in connection.execute(_ranked(kind, some, most, opened_from)).mappings():
-                values = dict(row)
-                subject = Subject(kind, values.pop("subject"))
-                values["held_out"] = bool(values["held_out"])
-                found.setdefault(subject, []).append(_Attempt(**values))
+            for name, *values in connection.execute(_ranked(kind, some, most, opened_from)):
+                found.setdefault(Subject(kind, name), []).append(_Attempt(*values))
     return found
 
 
 def _ranked(
     kind: SubjectKind, ids: Sequence[str], most: int, opened_from: Mapping[str, float]
 ) -> Select[*tuple[Any, ...]]:
-    """The newest `most` of each, by one pass over the rows of these; rewards are looked up for
-    those alone."""
+    """The newest `most` of each, by one pass over the rows of these, each of which is read once;
+    rewards are looked up for those alone."""
     tag = aliased(RolloutTags)
     subject = Rollouts.task_id if kind == "task" else tag.value
     order = (Rollouts.finished_at.desc(), Rollouts.rollout_id.desc())
     rank = func.row_number().over(partition_by=subject, order_by=order)
-    ended = select(Rollouts.rollout_id, subject.label("subject"), rank.label("rank"))
+    ended = select(
+        Rollouts.rollout_id,
+        subject.label("subject"),
+        rank.label("rank"),
+        Rollouts.task_id,
+        Rollouts.outcome,
+        Rollouts.error,
+        Rollouts.held_out,
+        Rollouts.opened_at,
+    )
     if kind == "image":
         of_image = (tag.rollout_id == Rollouts.rollout_id) & (tag.key == IMAGE_TAG)
         ended = ended.join(tag, of_image)
@@ -383,20 +391,20 @@ def _ranked(
         Rollouts.finished_at.is_not(None),
         Rollouts.outcome != Outcome.ABORTED.value,
     ).subquery()
+    found = newest.c
     return (
         select(
-            newest.c.subject,
-            Rollouts.rollout_id,
-            Rollouts.task_id,
-            Rollouts.outcome,
-            Rollouts.error,
-            latest_reward().label("reward"),
-            Rollouts.held_out,
-            Rollouts.opened_at,
+            found.subject,
+            found.rollout_id,
+            found.task_id,
+            found.outcome,
+            found.error,
+            latest_reward(of=found.rollout_id).label("reward"),
+            found.held_out,
+            found.opened_at,
         )
-        .join(newest, newest.c.rollout_id == Rollouts.rollout_id)
-        .where(newest.c.rank <= most)
-        .order_by(newest.c.subject, newest.c.rank)
+        .where(found.rank <= most)
+        .order_by(found.subject, found.rank)
     )
 
 
