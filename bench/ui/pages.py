@@ -16,13 +16,17 @@ from tracegrad.ui.paging import write_key
 
 @dataclass(frozen=True, slots=True)
 class AskedPage:
-    """`path` is below /ui, with its query. `group`: what the summary counts it under."""
+    """`path` is below /ui, with its query. `group`: what the summary counts it under. `statuses`:
+    of a good answer."""
 
     group: str
     name: str
     path: str
+    statuses: tuple[int, ...] = (200,)
 
 
+# Nothing new has no content, and a neighbour of a rollout is told by a redirect.
+_NEWS, _NEIGHBOUR = (200, 204), (303,)
 _FILTERS: Mapping[str, Mapping[str, str]] = {
     "one task": {"task": "task-17"},
     "outcome budget": {"outcome": "budget"},
@@ -71,9 +75,11 @@ def _lists(size: StoreSize) -> Iterator[AskedPage]:
     for name, asked in _FILTERS.items():
         yield AskedPage(group, name, _query(path, **asked))
     newest = _key(BEGAN + size.rollouts - 4)
-    yield AskedPage(group, '"3 new"', _query(f"{path}/events", after=newest))
+    yield AskedPage(group, '"3 new"', _query(f"{path}/events", after=newest), _NEWS)
     for name, asked in _FILTERS_OF_FEW.items():
-        yield AskedPage(group, f"new? {name}", _query(f"{path}/events", after=newest, **asked))
+        yield AskedPage(
+            group, f"new? {name}", _query(f"{path}/events", after=newest, **asked), _NEWS
+        )
 
 
 def _rollouts(size: StoreSize) -> Iterator[AskedPage]:
@@ -81,9 +87,9 @@ def _rollouts(size: StoreSize) -> Iterator[AskedPage]:
     yield AskedPage(group, "one of the middle", middle)
     yield AskedPage(group, "its tokens", f"{middle}/turns/0/tokens")
     for way in ("newer", "older"):
-        yield AskedPage(group, way, f"{middle}/{way}")
+        yield AskedPage(group, way, f"{middle}/{way}", _NEIGHBOUR)
         for name, asked in _FILTERS_OF_FEW.items():
-            yield AskedPage(group, f"{way}: {name}", _query(f"{middle}/{way}", **asked))
+            yield AskedPage(group, f"{way}: {name}", _query(f"{middle}/{way}", **asked), _NEIGHBOUR)
 
 
 def _tasks(size: StoreSize) -> Iterator[AskedPage]:
@@ -105,7 +111,7 @@ def _training(size: StoreSize) -> Iterator[AskedPage]:
     yield AskedPage(group, "charts of 5,000 steps", _query(path, steps="5000"))
     yield AskedPage(group, "older steps", _query(path, before=str(middle)))
     yield AskedPage(group, "the charts' numbers", f"{path}/series")
-    yield AskedPage(group, '"3 new"', _query(f"{path}/events", after=str(size.steps - 3)))
+    yield AskedPage(group, '"3 new"', _query(f"{path}/events", after=str(size.steps - 3)), _NEWS)
     step = f"{path}/steps/{middle}"
     yield AskedPage(group, "a step", step)
     yield AskedPage(group, "its last rollouts", _query(step, **{"from": str(ROLLOUTS_A_STEP - 4)}))
@@ -117,4 +123,4 @@ def _others(size: StoreSize) -> Iterator[AskedPage]:
     yield AskedPage(group, "in the middle", _query(path, before=str(middle)))
     promoted = middle - middle % PROMOTED_EVERY
     yield AskedPage(group, "a version, to decide about", _query(path, version=str(promoted)))
-    yield AskedPage("Health", "proxy, trainer, queue", "health")
+    yield AskedPage("Health", "trainer and queue", "health")

@@ -61,6 +61,5 @@ async def _ask(browser: httpx.AsyncClient, timing: Timing) -> None:
     timing.seconds.append(time.perf_counter() - began)
     timing.cpu_s.append(time.process_time() - cpu)
     timing.size = len(answer.content)
-    # A neighbour of a rollout is told by a redirect, and nothing new without content.
-    if answer.status_code not in (200, 204, 303):
+    if answer.status_code not in timing.page.statuses:
         raise RuntimeError(f"{answer.request.url}: {answer.status_code}, {answer.text[:200]}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from array import array
 from collections.abc import Sequence
 from functools import cached_property
@@ -59,7 +60,7 @@ class Tokenizer:
         if (known := self._decoded.get(key)) is not None:
             return known
         text = self._core.decode(ids.tolist(), skip_special_tokens=False)
-        self._decoded.add(key, text, len(text.encode()))
+        self._decoded.add(key, text, sys.getsizeof(text))
         return text
 
     def roundtrip(self, text: str) -> str:

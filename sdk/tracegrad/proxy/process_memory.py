@@ -17,11 +17,10 @@ def limit_arenas() -> None:
 
     glibc gives each thread an arena of its own, and what is freed in one no other can use: the
     store's threads, which take turns, would hold several times what any of them needs, and the
-    process would grow for half an hour. More arenas would gain nothing, as Python runs one thread
-    at a time. `MALLOC_ARENA_MAX` in the environment is left as it is. Other C libraries have no
-    arenas.
+    process would grow for half an hour. More arenas would gain little, as Python runs one thread at
+    a time. What the environment says of arenas is left as it is. Other C libraries have none.
     """
-    if "MALLOC_ARENA_MAX" in os.environ:
+    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

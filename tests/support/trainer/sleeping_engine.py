@@ -43,7 +43,7 @@ class EngineState:
     away: bool = False  # the proxy sends no calls: it was started again
     version: int = 0  # the proxy's
     held: bool = False
-    is_new: bool = False  # the proxy: it has held all calls since it was started
+    is_new: bool = False  # the proxy: it was started again, and knows no version
 
 
 class SleepingEngine:
@@ -243,10 +243,12 @@ class SleepingEngine:
             state.candidate_version = body["version"]
             if "model" not in body:
                 state.version = body["version"]
+            if not body.keys() & {"model", "upstream"}:
+                state.is_new = False
 
     def api_push_release(self, query: dict[str, str], body: dict[str, Any]) -> None:
         for state in self._upstreams(body):
-            state.held = state.is_new = False
+            state.held = state.is_new  # a new one waits for its first version
 
     def api_push_canary(self, query: dict[str, str], body: dict[str, Any]) -> None:
         self.canary = body if body.keys() & {"upstream", "model"} else None

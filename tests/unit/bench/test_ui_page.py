@@ -10,8 +10,11 @@ from bench.ui.long_rollout import add_long_rollout
 from bench.ui.pages import AskedPage, pages_of, pages_of_long_rollout
 from bench.ui.report import page
 from bench.ui.timing import Timing, timed
+from starlette.routing import Route
 
 from tracegrad.store import Store
+from tracegrad.ui.app import make_ui
+from tracegrad.ui.security import Sessions
 
 SIZE = StoreSize(6_000, 12)
 
@@ -33,6 +36,16 @@ def test_every_page_is_asked_for_in_every_round(timings: list[Timing]) -> None:
     }
     assert all(len(one.seconds) == len(one.cpu_s) == 2 for one in timings)
     assert len({one.page.path for one in timings}) == len(timings)
+
+
+def test_every_page_of_the_application_is_asked_for(timings: list[Timing], tmp_path: Path) -> None:
+    with Store.open(f"sqlite:///{tmp_path}/store.db") as store:
+        routes = make_ui(store, sessions=Sessions(None)).routes
+    pages = [route for route in routes if isinstance(route, Route) and "GET" in route.methods]
+    asked = {f"/{one.page.path.partition('?')[0]}" for one in timings}
+    left = {route.path for route in pages if not any(map(route.path_regex.match, asked))}
+    # Where one logs in, what leads to others, a script.
+    assert left == {"/", "/login", "/session", "/feedback.js"}
 
 
 def test_pages_show_what_the_store_has(timings: list[Timing]) -> None:

@@ -37,7 +37,7 @@ class ProxyControl:
     one that is gone: it serves nobody once it has ended (`ENDS_S`), and a push goes on without it
     as long as one is left. When it is there again it holds its calls, as every proxy does that
     starts before a trainer. So it must not be opened by a push that has told it no version: what a
-    hold (or `has_another`, before everything is told again) has not reached is left out until the
+    hold (or `has_another`, before it is told the version) has not reached is left out until the
     next.
     """
 

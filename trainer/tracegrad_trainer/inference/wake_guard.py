@@ -62,7 +62,7 @@ class WakePlan:
     """What to do if rank 0 ends now.
 
     Attributes:
-        served: what was served before, with which calls go on.
+        served: with which calls go on: what the engine has, or what was served before.
         load: the engine has not kept these weights.
         open_gate: calls may go on with them; not before a first push, when nobody has said that
             these weights are those of the proxy's version.
@@ -189,8 +189,9 @@ def bring_back(plan: WakePlan, vllm: VllmControl, proxy: ProxyControl) -> None:
     vllm.wake("weights")
     if plan.load:
         vllm.load(plan.served)
-        if plan.open_gate:
-            proxy.set_version(plan.served.version)
+    if plan.open_gate:
+        # Kept weights too: a proxy that was started again meanwhile knows no version.
+        proxy.set_version(plan.served.version)
     vllm.wake("kv_cache")
     vllm.resume()
     if plan.open_gate:

@@ -18,7 +18,6 @@ class WeightRestore:
 
     def __init__(self, swap: WeightSwap) -> None:
         self._swap = swap
-        self._in_doubt = False  # whether the engine has what it says, after one that failed
         self._says_versions = (
             True  # whether an engine's word is that of the last push, as vLLM's is
         )
@@ -28,17 +27,17 @@ class WeightRestore:
         they have it, and a proxy alone was started again."""
         swap = self._swap
         have_it = swap.engines.serves(served.version) if self._says_versions else None
-        if have_it is not False and not self._in_doubt:
+        if have_it is not False and not swap.in_doubt:
             if not swap.proxy.has_another(served.version):
                 return False
             if have_it:
                 with swap.own_watch(), swap.proxy.only_stale():
                     self._tell_proxy(served, {}, None)
                 return True
-        self._in_doubt = True
+        swap.in_doubt = True
         with swap.own_watch():
             serve()
-        self._in_doubt = False
+        swap.in_doubt = False
         self._says_versions = swap.engines.serves(served.version) is not False
         return True
 

@@ -53,6 +53,8 @@ class WeightSwap:
         self.engines, self.proxy, self.halt = engines, proxy, halt
         self.connects, self.stages = connects, stages
         self.stopped = False
+        # Whether the engines may have something else than they say, after a change that failed.
+        self.in_doubt = False
         self.watch = Stopwatch()
         self._ready: set[str] = set()  # engines that have made ready what they are to serve
 
@@ -144,6 +146,7 @@ class WeightSwap:
             raise
         if not opens_early:
             self._open_gate(watch)
+        self.in_doubt = False
         return watch.seconds
 
     def _prepare(self, stage: str, prepare: Callable[[], None], new: ServedWeights) -> None:
@@ -173,7 +176,8 @@ class WeightSwap:
             raise PushError(
                 f"version {new.version} is not served, version {had.version} still is: {error}"
             ) from error
-        self._go_on(had, watch)
+        # Before a first version nobody has said that what is served is right.
+        self._go_on(new if had.version >= 0 else had, had, watch)
 
     def _verify(
         self, new: ServedWeights, had: ServedWeights, verify: Verify, watch: Stopwatch
@@ -212,7 +216,7 @@ class WeightSwap:
             raise EngineLostError(
                 f"vLLM is paused without usable weights, restart it: {error} (after: {cause})"
             ) from error
-        self._go_on(had, watch)
+        self._go_on(had, had, watch)
 
     def _save_others(
         self,
@@ -235,9 +239,10 @@ class WeightSwap:
                 if len(self.engines.lost) == known:
                     return
 
-    def _go_on(self, had: ServedWeights, watch: Stopwatch) -> None:
+    def _go_on(self, has: ServedWeights, had: ServedWeights, watch: Stopwatch) -> None:
+        """With what the engines have now. `had`: what those beside one that is lost go back to."""
         try:
-            self.halt.go_on(had, watch)
+            self.halt.go_on(has, watch)
         except PushError as error:
             self._save_others(had, watch, self.halt.pause_again)
             raise EngineLostError(
@@ -250,6 +255,7 @@ class WeightSwap:
 
     def _end_of_failure(self, error: BaseException, watch: Stopwatch | None = None) -> None:
         """Calls go on, unless the engine does not, and somebody else will see to that."""
+        self.in_doubt = self.in_doubt or isinstance(error, EngineLostError)
         goes_on = isinstance(error, PushError) and not isinstance(error, EngineLostError)
         if goes_on or not self.halt.guarded:
             self._open_gate(watch or self.take_watch())

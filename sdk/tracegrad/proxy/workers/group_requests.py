@@ -51,7 +51,12 @@ class GateNow(NamedTuple):
             kept = self._versions_but(source)
             return self._replace(versions=(*kept, (source, args["version"])))
         if asked == SET_VERSION:
-            return self._replace(version=args["version"], versions=(), lacks_version=False)
+            # Where a hold ran out before there was a version, that has opened nothing.
+            ran_out = self.lacks_version and self.until is not None and self.until <= now
+            until = None if ran_out else self.until
+            return self._replace(
+                version=args["version"], versions=(), lacks_version=False, until=until
+            )
         if asked == RELEASE and upstream is not None:
             return self._replace(holds=others)
         if asked == RELEASE:
@@ -64,6 +69,10 @@ class GateNow(NamedTuple):
 
     def _versions_but(self, source: str | None) -> tuple[tuple[str, int], ...]:
         return tuple(each for each in self.versions if each[0] != source)
+
+    def runs_out_in(self, now: float) -> float | None:
+        """Seconds until the hold's time is over; None where it has none, or is over."""
+        return self.until - now if self.until is not None and self.until > now else None
 
     def held_for(self, now: float) -> float | None:
         """Seconds that a hold lasts yet; infinite until a release; None where there is none."""

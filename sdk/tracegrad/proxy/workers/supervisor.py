@@ -101,7 +101,8 @@ class Supervisor:
         self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
         self._metrics = metric_cells(settings)
         self._writing = os.memfd_create("tracegrad-writing")
-        gate = GateNow(version, held=settings.held, lacks_version=settings.held)
+        held = settings.held
+        gate = GateNow(version, held=held, lacks_version=held, pushes=held)
         self._requests = GroupRequests(self._send, gate)
         self._unplaced: deque[socket.socket] = deque()
         self._selector = selectors.DefaultSelector()

@@ -154,9 +154,8 @@ class WorkerServer(uvicorn.Server):
         await super().startup(sockets=sockets)
         self._protocol = _counted(self.config.http_protocol_class, self._closed)
         self._seat.shared.join(self._seat.number)
-        held_s = self._seat.gate.held_for(time.monotonic())
-        if held_s is not None and held_s != float("inf"):
-            await self._gate.hold(ttl_s=held_s, drain_s=0)
+        if (left := self._seat.gate.runs_out_in(time.monotonic())) is not None:
+            await self._gate.hold(ttl_s=left, drain_s=0)
         for upstream, until in self._seat.gate.holds:
             if (left := until - time.monotonic()) > 0:
                 await self._gate.hold(ttl_s=left, drain_s=0, upstream=upstream)

@@ -267,7 +267,9 @@ def _equal_rewards(
 
 def _last_versions(connection: Connection, rollout_ids: Sequence[str]) -> set[int]:
     """The newest policy versions that sampled the rollouts' turns."""
-    found = connection.scalars(_last_version_query(), {"rollout_ids": rollout_ids})
+    query, found = _last_version_query(), set[int | None]()
+    for some in chunks(rollout_ids):
+        found |= {*connection.scalars(query, {"rollout_ids": some})}
     return {version for version in found if version is not None}
 
 

@@ -133,7 +133,8 @@ def rollout_input(connection: Connection, rollout_id: str) -> Any:
 
 
 def count_attempts(connection: Connection, task_id: str) -> AttemptCount:
-    count = connection.scalar(_count_query(), {"task_id": task_id}) or 0
+    asked = {"task_id": task_id, "most": MOST_COUNTED + 1}
+    count = connection.scalar(_count_query(), asked) or 0
     return AttemptCount(min(count, MOST_COUNTED), count > MOST_COUNTED)
 
 
@@ -141,7 +142,8 @@ def count_attempts(connection: Connection, task_id: str) -> AttemptCount:
 @cache
 def _count_query() -> Select[int]:
     some = select(Rollouts.rollout_id).where(Rollouts.task_id == bindparam("task_id"))
-    return select(func.count()).select_from(some.limit(MOST_COUNTED + 1).subquery())
+    most = bindparam("most", type_=Integer())
+    return select(func.count()).select_from(some.limit(most).subquery())
 
 
 @cache

@@ -157,9 +157,9 @@ def version_history(
 ) -> VersionHistory:
     """Of all versions; a version has a handful of events, and ten thousand versions take a second.
 
-    `versions`: of these, and of all that are kept on disk, served, the newest, or named by a
-    decision. So all is as it is in the whole history, but `records` and `numbers_of`, which know
-    these alone.
+    `versions`: of these, and of all that are kept on disk, served, the newest, pinned, promoted, or
+    were returned to. So all is as it is in the whole history, but `records`, `numbers_of` and the
+    checks of what can be decided about a version, which know these alone.
     """
     history = VersionHistory()
     acted = select_fields(Decision, Decisions).where(Decisions.acted_at.is_not(None))
@@ -206,8 +206,21 @@ def _standing_versions(connection: Connection) -> set[int]:
 
 
 def _named_versions(decisions: Sequence[Decision]) -> set[int]:
-    named = {one.version for one in decisions}
-    named |= {(one.outcome or {}).get("version") for one in decisions}
+    """Those that decisions about others depend on: what is pinned, was returned to, or was the
+    promoted one then or is now. A gate promotes nearly every version."""
+    named: set[int | None] = set()
+    promoted: int | None = None
+    for one in decisions:
+        version = (one.outcome or {}).get("version", one.version)
+        if one.refused is not None:
+            continue
+        if one.kind == "promote":
+            promoted = version
+        elif one.kind == "rollback":
+            named |= {promoted, version}
+        else:
+            named.add(version)
+    named.add(promoted)
     return {version for version in named if version is not None}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -217,9 +216,9 @@ def _family(
     prefix: str, points: Sequence[Mapping[str, float]]
 ) -> list[tuple[str, list[float | None]]]:
     """One a name, those with the largest sums; what the others add up to is the last."""
-    names = {name for point in points for name in point}
+    names = dict.fromkeys(name for point in points for name in point)
     family = [name for name in names if name.startswith(prefix)]
-    sums = {name: math.fsum(point.get(name, 0.0) for point in points) for name in family}
+    sums = {name: sum(point.get(name, 0.0) for point in points) for name in family}
     by_size = sorted(sums, key=lambda name: -sums[name])
     few = len(by_size) <= MOST_SERIES
     shown = sorted(by_size if few else by_size[: MOST_SERIES - 1])

@@ -112,6 +112,32 @@ def test_a_worker_that_starts_joins_the_closed_gate(
         assert [version for version, _ in turn.policy_versions] == [3]
 
 
+def test_a_proxy_that_starts_held_waits_for_a_version_in_every_worker(
+    sqlite_url: str, tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    with two_workers(sqlite_url, tmp_path, held=True) as workers:
+        push(workers, "release")
+        kill_one(workers)
+        push(workers, "release")
+        calls = waiting_calls(workers, pool)
+        push(workers, "version", version=2)
+        assert state(workers) == {"version": 2, "held": True, "in_flight": 0, "waiting": 2}
+        push(workers, "release")
+        assert [each.result(60).status_code for each in calls] == [200, 200]
+        kill_one(workers)
+        assert not state(workers)["held"]
+        for client in workers.clients:
+            workers.chat(client, [{"role": "user", "content": "Who knows that weights change?"}])
+        assert [sent.get("cache_salt") for sent in workers.engine.requests[-4:]] == ["2"] * 4
+
+
+def kill_one(workers: Workers) -> None:
+    """And wait for the one that is started in its place."""
+    killed = workers.pids()[0]
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: killed not in (found := workers.pids()) and len(found) == 2, 60)
+
+
 def test_a_push_does_not_wait_for_a_worker_that_dies(
     workers: Workers, pool: ThreadPoolExecutor
 ) -> None:

@@ -74,6 +74,11 @@ def test_a_worker_that_starts_joins_a_hold_that_only_a_version_ends() -> None:
     gate = GateNow(4, held=True, lacks_version=True)
     gate = gate.after("hold", {"ttl_s": 60, "drain_s": 1}, 100.0)
     assert gate.held_for(1_000.0) == float("inf")
+    assert gate.runs_out_in(130.0) == 30.0
+    in_time = gate.after("set_version", {"version": 5}, 130.0)
+    assert [in_time.held_for(now) for now in (130.0, 161.0)] == [30.0, None]
+    too_late = gate.after("set_version", {"version": 5}, 161.0)
+    assert too_late.held_for(161.0) == float("inf"), "its time was over, and opened nothing"
     gate = gate.after("release", {}, 101.0)
     gate = gate.after("set_version", {"version": 5, "upstream": "a"}, 102.0)
     assert (gate.held, gate.held_for(1_000.0)) == (True, float("inf"))

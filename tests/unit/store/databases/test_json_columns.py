@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tracegrad.events import RolloutStarted
+from tracegrad.store import Store
 from tracegrad.store.databases.json_columns import json_text, json_value
+from tracegrad.store.read.task_pages import rollout_input
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -39,3 +43,12 @@ def test_what_only_python_reads_is_read(text: str) -> None:
 def test_text_that_is_no_json_is_an_error() -> None:
     with pytest.raises(json.JSONDecodeError):
         json_value("{")
+
+
+@pytest.mark.parametrize("given", [42, -1.5, True, "12", "", [2**70], {"n": None}])
+def test_a_column_gives_back_what_was_put_in(store: Store, given: Any) -> None:
+    """SQLite makes numbers of texts that look like one."""
+    store.append([RolloutStarted(rollout_id="r", task=given)])
+    with store.reading() as connection:
+        found = rollout_input(connection, "r")
+    assert (found, type(found)) == (given, type(given))

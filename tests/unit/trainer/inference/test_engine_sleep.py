@@ -323,6 +323,7 @@ class Killed(BaseException):
     """Nothing more is done by who was killed."""
 
 
+@pytest.mark.parametrize("proxy_too", [False, True])
 @pytest.mark.parametrize("step", ["pushed", "skipped", "pushed wrongly"])
 def test_a_trainer_that_is_killed_before_or_after_any_call(
     server: SleepingEngine,
@@ -330,10 +331,11 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
     tmp_path: Path,
     level: SleepLevel,
     step: str,
+    proxy_too: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the guard was told last brings the engine back: never wrong weights under a version,
-    and no call that waits for ever."""
+    and no call that waits for ever. `proxy_too`: it is killed as well, and started again."""
 
     def verify() -> None:
         if step == "pushed wrongly":
@@ -359,6 +361,8 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
                 except Killed:
                     pass
             if guard.plan is not None:
+                if proxy_too:
+                    server.start_proxy_again(version=1)
                 carry_out(server, guard.plan)
             elif killed:
                 # Only the release was left, and a hold opens where nobody renews it.
@@ -618,7 +622,7 @@ def test_a_trainer_that_ends_leaves_an_engine_that_wakes(
     assert trainer.stderr is not None
     assert ended == -number, trainer.stderr.read()
     eventually(lambda: engine.calls[-1] == "/api/push/release", seconds=60)
-    load = [*LOAD, "/api/push/version"] if level == 2 else []
+    load = [*(LOAD if level == 2 else []), "/api/push/version"]
     sleep = f"/sleep {level} keep"
     woken = [call for call in engine.calls[before:] if call != "/api/push/hold"]
     assert woken == [sleep, "/wake_up weights", *load, *GO_ON]

@@ -118,6 +118,10 @@ def test_the_word_of_an_engine_that_always_says_the_same_means_nothing(
     pusher.push(1, weights(1.0))
     assert [pusher.restore() for _ in range(3)] == [True, False, False]
     assert engine.loaded == [1.0, 1.0]
+    engine.start_proxy_again(version=0)
+    assert [pusher.restore() for _ in range(2)] == [True, False]
+    assert engine.loaded == [1.0, 1.0, 1.0], "nobody knows what it has"
+    assert (engine.state.version, engine.serves) == (1, True)
 
 
 def test_one_that_does_not_answer_is_waited_for(

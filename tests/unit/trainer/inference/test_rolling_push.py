@@ -330,6 +330,18 @@ def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: Wei
     assert not canary.restore()
 
 
+def test_a_canary_that_one_of_the_proxies_refuses_is_ended_at_all(
+    fleet: Fleet, canary: WeightPusher
+) -> None:
+    roll_first(fleet, canary)
+    fleet[0].refuse_once("/api/push/canary")
+    with pytest.raises(PushError, match="refused /api/push/canary"):
+        canary.serve(canary.write(2, weights(2.0)), as_candidate=True)
+    assert [body["share"] for body in fleet[0].sent("/api/push/canary")] == [0.1, 0]
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+    assert not canary.restore()
+
+
 def test_a_first_push_ends_the_canary_of_a_run_that_was_killed(
     fleet: Fleet, checkpoint: Path, tmp_path: Path
 ) -> None:
