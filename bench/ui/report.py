@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from bench.proxy.machine import description
 from bench.tables import Goal, goal_table, markdown, number
@@ -68,10 +68,6 @@ def _goal(group: str, timings: Sequence[Timing]) -> Goal:
 
 
 def _row(one: Timing) -> list[str]:
-    milliseconds: Mapping[str, float] = {
-        "median": one.median_s,
-        "worst": max(one.seconds),
-        "cpu": statistics.median(one.cpu_s),
-    }
-    figures = [number(1e3 * each) for each in milliseconds.values()]
+    seconds = (one.median_s, max(one.seconds), statistics.median(one.cpu_s))
+    figures = [number(1e3 * each) for each in seconds]
     return [one.page.group, one.page.name, *figures, number(one.size / 1e3)]

@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
-        "shared_counts process_memory",
+        "shared_counts",
         "auth",
         "engine",
         "metrics",

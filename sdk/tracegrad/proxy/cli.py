@@ -102,8 +102,8 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     from tracegrad.proxy.app import create_app
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config
-    from tracegrad.proxy.process_memory import limit_arenas, tune_gc
     from tracegrad.proxy.store_async import RECONNECT_S
+    from tracegrad.proxy.workers.process_memory import limit_arenas, tune_gc
     from tracegrad.store import GroupCommitWriter, Store, StoreError
 
     limit_arenas()
@@ -135,7 +135,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
     from tracegrad.proxy.http.limits import raise_file_limit
-    from tracegrad.proxy.process_memory import tune_gc
+    from tracegrad.proxy.workers.process_memory import tune_gc
     from tracegrad.proxy.workers.supervisor import Supervisor
     from tracegrad.proxy.workers.worker import worker_settings
     from tracegrad.store import StoreError

@@ -25,13 +25,13 @@ from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
 from tracegrad.proxy.http.protocol import server_config
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
-from tracegrad.proxy.process_memory import tune_gc
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_async import RECONNECT_S
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_gate import GroupGate
 from tracegrad.proxy.workers.group_requests import GateNow
+from tracegrad.proxy.workers.process_memory import tune_gc
 from tracegrad.store import GroupCommitWriter, Store
 
 log = logging.getLogger("tracegrad.proxy")
