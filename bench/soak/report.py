@@ -36,8 +36,10 @@ Where the demo differs: {", ".join(f"`{name} = {value}`" for name, value in SETT
 The first third is warm-up: caches fill, the model learns. What is judged is memory that belongs to
 no file: the rings through which workers tell each other what they know have a fixed size, are
 counted in each worker, and take tens of minutes to be written once. Growth is the Theil-Sen line
-through the other two; drift is the last third over the middle one. In brackets: intervals by
-bootstraps over blocks of neighbouring samples (95 %; of latency 99 %, as many figures are looked
+through the other two; drift is the last third over the middle one. The model in training says more
+or less than it did, and longer replies take longer: the drift of the time to a call's end is of as
+many replies of each length in both thirds, the times beside it are of all. In brackets: intervals
+by bootstraps over blocks of neighbouring samples (95 %; of latency 99 %, as many figures are looked
 at). "Surely" means that the whole interval says so.
 """
 
@@ -127,7 +129,7 @@ def _dialects(thirds: Thirds) -> str:
     for name, held in (("all that no push held", False), ("all that a push held", True)):
         rows.append(_latencies(thirds, name, _held(thirds, held)))
     names = [f"{name}, ms: middle third, last third, times" for name in DRIFTS.values()]
-    return markdown(["", "calls", *names, "tokens"], rows)
+    return markdown(["", "calls", *names, "mean tokens"], rows)
 
 
 def _of(thirds: Thirds, dialect: str | None) -> Callable[[int], list[Call]]:
@@ -196,7 +198,7 @@ _COLOURS = ("#2a6f97", "#e07a1f", "#2f8f5b", "#8a9099", "#b23a48", "#6a4c93", "#
 
 
 def draw(found: Outcome, path: Path) -> None:
-    """Memory by role, latency and reward by minute, as SVG."""
+    """Own memory by role, latency and reward by minute, as SVG."""
     # Texts stay texts, and the same run gives the same file.
     matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "soak"}
     figure = Figure(figsize=(9, 8), layout="constrained")
@@ -206,9 +208,10 @@ def draw(found: Outcome, path: Path) -> None:
     for role, colour in zip(roles, _COLOURS, strict=False):
         some = [one for one in samples if role in one.roles][::3]
         minutes = [(one.at - found.began) / 60 for one in some]
-        memory.plot(minutes, [one.roles[role].rss_mib for one in some], color=colour, label=role)
+        own = [one.roles[role].anonymous_mib for one in some]
+        memory.plot(minutes, own, color=colour, label=role)
     memory.set_yscale("log")
-    memory.set_ylabel("resident, MiB")
+    memory.set_ylabel("own memory, MiB")
     memory.legend(ncols=4, frameon=False, fontsize=8)
     calls = [(call.at, call.seconds) for call in found.calls if call.answer_id is not None]
     for share, colour in ((50, _COLOURS[0]), (95, _COLOURS[1])):

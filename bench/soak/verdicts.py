@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from bench.soak.dialects import DIALECTS
+from bench.soak.equal_lengths import of_equal_lengths
 from bench.soak.run import Outcome
 from bench.soak.sampler import OURS, Sample, Usage
 from bench.soak.traffic import Call
@@ -91,18 +92,24 @@ class Thirds:
         ]
 
     def drift(self, calls: Callable[[int], Sequence[Call]], what: str) -> Interval | None:
-        """`what`: `p50`, `p95`, or `first` (the median time to the first words)."""
+        """`what`: `p50` or `p95`, of replies of equal lengths, or `first`: the median time to the
+        first words."""
+        middle, last = calls(1), calls(2)
+        if what != "first":
+            middle, last = of_equal_lengths(middle, last)
 
-        def series(third: int) -> Series:
-            some = [
-                (call.at, call.first_s if what == "first" else call.seconds)
-                for call in calls(third)
-            ]
-            known = [(at, value) for at, value in some if value is not None]
+        def series(some: Sequence[Call]) -> Series:
+            times = [(call.at, call.first_s if what == "first" else call.seconds) for call in some]
+            known = [(at, value) for at, value in times if value is not None]
             return Series([at for at, _ in known], [value for _, value in known])
 
-        statistic = quantile(0.95 if what == "p95" else 0.5)
-        return compare(series(1), series(2), statistic, operator.truediv, confidence=CONFIDENCE)
+        return compare(
+            series(middle),
+            series(last),
+            quantile(0.95 if what == "p95" else 0.5),
+            operator.truediv,
+            confidence=CONFIDENCE,
+        )
 
     def rewards(self, third: int) -> list[float]:
         return [one.reward for one in self.found.rewards if self.of(third, one.finished_at)]

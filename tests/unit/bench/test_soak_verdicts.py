@@ -14,11 +14,14 @@ import pytest
 from bench.kills.run import Calls
 from bench.soak import trends
 from bench.soak.dialects import DIALECTS
+from bench.soak.equal_lengths import of_equal_lengths
 from bench.soak.report import draw, page
 from bench.soak.run import Outcome
 from bench.soak.sampler import Sample, Usage
 from bench.soak.traffic import Call
 from bench.soak.verdicts import verdicts
+from hypothesis import given
+from hypothesis.strategies import integers, lists
 
 from tracegrad.store.types import RewardPoint
 
@@ -33,13 +36,21 @@ def _few_resamples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trends, "RESAMPLES", 150)
 
 
-def outcome(*, minutes: float = MINUTES, leak: Shape | None = None, drift: Shape | None = None,
-            reward: Shape | None = None, **changes: Any) -> Outcome:  # fmt: skip
-    """`leak`: the proxy's memory, times; `drift`: latency, times; `reward`: the mean reward."""
+def outcome(
+    *,
+    minutes: float = MINUTES,
+    leak: Shape | None = None,
+    drift: Shape | None = None,
+    longer: Shape | None = None,
+    reward: Shape | None = None,
+    **changes: Any,
+) -> Outcome:
+    """`leak`: the proxy's memory, times; `drift`: latency, times; `longer`: replies, times;
+    `reward`: the mean reward."""
     seconds, random = 60 * minutes, np.random.default_rng(0)
     samples = [sample(at, at / seconds, leak, random) for at in np.arange(0, seconds, 5.0).tolist()]
     calls = [
-        call(number, at, (drift or flat)(at / seconds), random)
+        call(number, at, (drift or flat)(at / seconds), (longer or flat)(at / seconds), random)
         for number, at in enumerate(np.sort(random.uniform(0, seconds, int(2 * seconds))))
     ]
     rewards = [
@@ -88,9 +99,10 @@ def sample(at: float, share: float, leak: Shape | None, random: Any) -> Sample:
     )
 
 
-def call(number: int, at: float, times: float, random: Any) -> Call:
+def call(number: int, at: float, times: float, longer: float, random: Any) -> Call:
     dialect = DIALECTS[number % len(DIALECTS)].name
-    seconds = times * 0.3 * random.lognormal(0, 0.4)
+    tokens = min(32, random.geometric(1 / (6 * longer)))
+    seconds = times * (0.2 + 0.02 * tokens) * random.lognormal(0, 0.3)
     stream = number % 2 == 0
     return Call(
         at=BEGAN + at,
@@ -99,9 +111,9 @@ def call(number: int, at: float, times: float, random: Any) -> Call:
         tools=False,
         turn=1,
         seconds=seconds,
-        first_s=seconds / 3 if stream else None,
+        first_s=times * 0.1 * random.lognormal(0, 0.3) if stream else None,
         answer_id=f"chatcmpl-{number}",
-        tokens=8,
+        tokens=tokens,
     )
 
 
@@ -136,6 +148,47 @@ def test_a_drift_of_latency_is_named() -> None:
         "latency by dialect, median time to first words",
         "latency of all, median",
     ]
+
+
+def later(most: float) -> Shape:
+    """From the middle of the time on it goes up to `most`."""
+    return lambda share: 1 + (most - 1) * max(0.0, 2 * (share - 0.5))
+
+
+def test_replies_that_grow_longer_are_no_drift_of_latency() -> None:
+    assert failed(outcome(longer=later(3))) == []
+
+
+def test_a_drift_of_latency_is_named_though_replies_grow_shorter() -> None:
+    names = failed(outcome(drift=later(2), longer=lambda share: 1 / later(3)(share)))
+    assert "latency by dialect, median" in names
+    assert "latency by dialect, 95th percentile" in names
+
+
+@given(
+    earlier=lists(integers(0, 32), max_size=60),
+    later=lists(integers(0, 32), max_size=60),
+)
+def test_as_many_of_each_length_stay(earlier: list[int], later: list[int]) -> None:
+    windows = [[some_call(at, tokens) for at, tokens in enumerate(some)]
+               for some in (earlier, later)]  # fmt: skip
+    first, second = of_equal_lengths(*windows)
+    for kept, all_of in zip((first, second), windows, strict=True):
+        assert [one.at for one in kept] == sorted({one.at for one in kept})
+        assert set(kept) <= set(all_of)
+    lengths = [Counter(one.tokens.bit_length() for one in kept) for kept in (first, second)]
+    assert lengths[0] == lengths[1]
+    before, after = (Counter(each.bit_length() for each in some) for some in (earlier, later))
+    assert lengths[0] == before & after
+
+
+def test_those_that_stay_are_spread_over_all_the_time() -> None:
+    kept, _ = of_equal_lengths([some_call(at, 5) for at in range(100)], [some_call(0, 6)] * 4)
+    assert [one.at for one in kept] == [12, 37, 62, 87]
+
+
+def some_call(at: float, tokens: int) -> Call:
+    return Call(at=at, dialect="chat", kind="whole", tools=False, turn=1, seconds=1, tokens=tokens)
 
 
 def test_a_reward_that_falls_is_named() -> None:

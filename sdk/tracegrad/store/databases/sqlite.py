@@ -75,6 +75,7 @@ class SQLite(Database):
             pool_size=4,
             max_overflow=60,
             pool_timeout=busy_timeout_s,
+            pool_use_lifo=True,
         )
         event.listen(engine, "connect", _on_connect)
         return engine
@@ -131,6 +132,10 @@ def _on_connect(connection: Any, _record: object) -> None:
     cursor.execute("PRAGMA synchronous=FULL")
     # Pages go from the log into the file by 16 MB: those that are written again and again go once.
     cursor.execute("PRAGMA wal_autocheckpoint=4000")
+    # KiB of pages, a quarter of SQLite's default. What another connection writes makes all of them
+    # stale, and the system has the file in memory: more would only let each process of a proxy grow
+    # by several MB as the store does.
+    cursor.execute("PRAGMA cache_size=-512")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 
