@@ -236,6 +236,8 @@ class SleepingEngine:
             self.wrong.append("nobody takes calls")
 
     def api_push_version(self, query: dict[str, str], body: dict[str, Any]) -> None:
+        if body["version"] < 0:
+            raise Refused("version: below 0")
         for state in self._upstreams(body):
             computes = not (state.paused or state.is_new)
             if computes and state.version != body["version"]:

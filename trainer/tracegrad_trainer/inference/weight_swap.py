@@ -167,15 +167,16 @@ class WeightSwap:
         try:
             self.halt.take_weights(had, watch)
             self._ready -= urls
+            if had.version < 0:
+                self.proxy.note_versions()
             with watch.stage("load"):
                 (self.engines.load_staged if is_ready else self.engines.load)(new)
             with watch.stage("set_version"):
                 self.proxy.set_version(new.version)
         except Exception as error:
             self._put_back(had, error, watch, self.halt.take_weights)  # these may be what failed
-            raise PushError(
-                f"version {new.version} is not served, version {had.version} still is: {error}"
-            ) from error
+            kept = f"{_named(had)} still is"
+            raise PushError(f"version {new.version} is not served, {kept}: {error}") from error
         # Before a first version nobody has said that what is served is right.
         self._go_on(new if had.version >= 0 else had, had, watch)
 
@@ -187,9 +188,8 @@ class WeightSwap:
                 verify()
         except Exception as error:
             self._put_back(had, error, watch, self.halt.pause_again)
-            raise PushError(
-                f"version {new.version} was served wrongly, version {had.version} is back: {error}"
-            ) from error
+            back = f"{_named(had)} is back"
+            raise PushError(f"version {new.version} was served wrongly, {back}: {error}") from error
 
     def _put_back(
         self,
@@ -259,3 +259,7 @@ class WeightSwap:
         goes_on = isinstance(error, PushError) and not isinstance(error, EngineLostError)
         if goes_on or not self.halt.guarded:
             self._open_gate(watch or self.take_watch())
+
+
+def _named(had: ServedWeights) -> str:
+    return f"version {had.version}" if had.version >= 0 else "what the engine started with"
