@@ -16,6 +16,7 @@ from support.engines.vllm_server import VllmServer
 from support.proxy.servers import CONTROL_KEY
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
+from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.weight_push import WeightPusher
@@ -111,3 +112,37 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     served = list(turn.completion_logprobs)
     compare_logprobs(served[:switch], reference_logprobs(old, *ids)[:switch], 1e-4)
     compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], 1e-4)
+
+
+def test_a_first_push_that_is_wrong_leaves_an_endpoint_as_it_was(
+    vllm_server: VllmServer, proxy_url: str, store_url: str
+) -> None:
+    """It may be one that people use: its calls go on, and are of the version that they were of."""
+    old, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
+    perturb(new, seed=11)
+
+    def fails() -> None:
+        raise ArithmeticError("off by 3 nats")
+
+    with WeightPusher(
+        vllm_server.url,
+        proxy_url,
+        proxy_key=CONTROL_KEY,
+        version=-1,
+        checkpoint=vllm_server.model_dir,
+    ) as pusher:
+        with pytest.raises(PushError, match="what the engine started with is back") as caught:
+            pusher.push(7, new.named_parameters(), fails)
+        assert not isinstance(caught.value, EngineLostError)
+    request = {
+        "model": vllm_server.model,
+        "messages": [{"role": "user", "content": "How many lamps are in Oslo?"}],
+        "max_tokens": 20,
+    }
+    url = f"{proxy_url}/rollouts/r1/v1/chat/completions"
+    assert httpx.post(url, json=request, timeout=60).status_code == 200
+    with Store.open(store_url) as store:
+        [turn] = store.rollout_turns("r1")
+    assert [version for version, _ in turn.policy_versions] == [0]
+    wanted = reference_logprobs(old, turn.prompt_token_ids, turn.completion_token_ids)
+    compare_logprobs(list(turn.completion_logprobs), wanted, 1e-4)
