@@ -80,5 +80,7 @@ def commit() -> str:
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     if head.returncode != 0:
         return "not a git checkout"
-    changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True)
+    # Pages are what is written here: a picture may be there before its page.
+    code = [*git, "status", "--porcelain", "--", ".", ":(exclude)docs"]
+    changes = subprocess.run(code, capture_output=True, text=True)
     return f"commit {head.stdout.strip()}" + (", with changes" if changes.stdout else "")
