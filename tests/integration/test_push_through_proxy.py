@@ -114,10 +114,13 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], 1e-4)
 
 
-def test_a_first_push_that_is_wrong_leaves_an_endpoint_as_it_was(
+def test_a_first_push_that_is_wrong_leaves_an_endpoint_with_the_model_s_own_weights(
     vllm_server: VllmServer, proxy_url: str, store_url: str
 ) -> None:
-    """It may be one that people use: its calls go on, and are of the version that they were of."""
+    """It may be one that people use: its calls go on, and are of version 0 from then on, whatever
+    an earlier run has served."""
+    with http_client(proxy_url, timeout_s=60, key=CONTROL_KEY) as client:
+        client.post("/api/push/version", json={"version": 4}).raise_for_status()
     old, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
     perturb(new, seed=11)
 
@@ -131,7 +134,8 @@ def test_a_first_push_that_is_wrong_leaves_an_endpoint_as_it_was(
         version=-1,
         checkpoint=vllm_server.model_dir,
     ) as pusher:
-        with pytest.raises(PushError, match="what the engine started with is back") as caught:
+        back = r"wrongly, version 0 \(the model's folder\) is back"
+        with pytest.raises(PushError, match=back) as caught:
             pusher.push(7, new.named_parameters(), fails)
         assert not isinstance(caught.value, EngineLostError)
     request = {

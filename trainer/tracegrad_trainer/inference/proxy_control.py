@@ -56,7 +56,6 @@ class ProxyControl:
         self._proxies = tuple(Peer("the proxy", url, timeout_s, key) for url in urls)
         self._reached = self._proxies
         self._stale: tuple[Peer, ...] = ()  # those in which `has_another` found another version
-        self._own_versions: dict[str, int] = {}  # by URL, before a first push
         self._gone_at: dict[str, float] = {}  # by the monotonic clock
         self._threads = ThreadPoolExecutor(max(1, len(urls)), thread_name_prefix="proxies")
         self._hold_ttl_s = hold_ttl_s
@@ -93,24 +92,11 @@ class ProxyControl:
         body: Json = {"version": version, **self._upstream, **self._model}
         self._post(_VERSION, body)
 
-    def note_versions(self) -> None:
-        """Before a first push: what each says that is served, for `take_back`."""
-        states, _ = self._each(self._reached, lambda proxy: proxy.get("/api/push"))
-        self._own_versions = {
-            url: state["version"] for url, state in states.items() if "version" in state
-        }
-
     def take_back(self, version: int) -> None:
-        """As `set_version`, behind a push that failed; below 0, behind a first one: to what each
-        said before (`note_versions`). Of several, whoever cannot be told keeps its calls until its
-        hold ends, or it is told again, and the engines go on for the others."""
-
-        def tell(proxy: Peer) -> None:
-            known = version if version >= 0 else self._own_versions.get(proxy.url)
-            if known is not None:
-                proxy.post(_VERSION, json={"version": known, **self._upstream, **self._model})
-
-        _, errors = self._each(self._reached, tell)
+        """As `set_version`, behind a push that failed. Of several, whoever cannot be told keeps its
+        calls until its hold ends, or it is told again, and the engines go on for the others."""
+        body: Json = {"version": version, **self._upstream, **self._model}
+        _, errors = self._each(self._reached, lambda proxy: proxy.post(_VERSION, json=body))
         if errors and len(errors) == len(self._reached):
             raise next(iter(errors.values()))
         for url, error in errors.items():

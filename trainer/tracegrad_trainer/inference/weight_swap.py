@@ -167,8 +167,6 @@ class WeightSwap:
         try:
             self.halt.take_weights(had, watch)
             self._ready -= urls
-            if had.version < 0:
-                self.proxy.note_versions()
             with watch.stage("load"):
                 (self.engines.load_staged if is_ready else self.engines.load)(new)
             with watch.stage("set_version"):
@@ -210,7 +208,7 @@ class WeightSwap:
         try:
             ready(had, watch)
             self.engines.load_again(had)
-            self.proxy.take_back(had.version)
+            self.proxy.take_back(_number(had))
         except PushError as error:
             self._save_others(had, watch, ready)
             raise EngineLostError(
@@ -231,7 +229,7 @@ class WeightSwap:
             try:
                 ready(had, watch)
                 self.engines.load_again(had)
-                self.proxy.take_back(had.version)
+                self.proxy.take_back(_number(had))
                 self.halt.go_on(had, watch)
                 return
             except PushError as error:
@@ -261,5 +259,11 @@ class WeightSwap:
             self._open_gate(watch or self.take_watch())
 
 
+def _number(had: ServedWeights) -> int:
+    """What is sampled by it is of that version. Before a first push it is the model's folder, from
+    which a run's version 0 is."""
+    return max(0, had.version)
+
+
 def _named(had: ServedWeights) -> str:
-    return f"version {had.version}" if had.version >= 0 else "what the engine started with"
+    return f"version {had.version}" if had.version >= 0 else "version 0 (the model's folder)"

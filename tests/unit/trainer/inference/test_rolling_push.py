@@ -153,10 +153,11 @@ def test_an_engine_that_serves_wrongly_and_those_before_it_go_back(
 
 
 @pytest.mark.parametrize("known", [0, 4])
-def test_a_first_push_that_is_wrong_leaves_the_engines_as_they_were(
+def test_a_first_push_that_is_wrong_leaves_the_weights_of_the_model_folder(
     fleet: Fleet, checkpoint: Path, tmp_path: Path, known: int
 ) -> None:
-    """`known`: what the proxy says that it serves. Calls go on: they are other people's too."""
+    """`known`: what the proxy calls them, for an earlier run may have served version 4. Calls go
+    on: they are other people's too."""
     urls = [engine.url for engine in fleet]
     for engine in fleet:
         engine.state.version, engine.weights[known] = known, MODEL_FOLDER
@@ -168,14 +169,15 @@ def test_a_first_push_that_is_wrong_leaves_the_engines_as_they_were(
         urls, urls[0], version=-1, checkpoint=checkpoint, directory=tmp_path
     ) as pusher:
         fleet[0].all_may_be_held = True
-        with pytest.raises(PushError, match="what the engine started with is back") as caught:
+        back = r"wrongly, version 0 \(the model's folder\) is back"
+        with pytest.raises(PushError, match=back) as caught:
             pusher.push(5, weights(5.0), wrong)
         assert not isinstance(caught.value, EngineLostError)
-        assert stands(fleet) == [(MODEL_FOLDER, known)] * 2
+        assert stands(fleet) == [(MODEL_FOLDER, 0)] * 2
         fleet[1].refuse_once(LOAD_STAGED)
-        with pytest.raises(PushError, match="what the engine started with still is"):
+        with pytest.raises(PushError, match=r"version 0 \(the model's folder\) still is"):
             pusher.push(6, weights(6.0))
-        assert stands(fleet) == [(MODEL_FOLDER, known)] * 2
+        assert stands(fleet) == [(MODEL_FOLDER, 0)] * 2
         pusher.push(7, weights(7.0))
         assert stands(fleet) == [(7.0, 7)] * 2
 
