@@ -171,8 +171,8 @@ def test_what_holds_training_up_is_said(store: Store, browse: Browse) -> None:
     store.close_decision(refused, {"refused": "there is no version 9"})
     page = text(browse().get("/ui/training").text)
     assert "Version served 3 pushes failed: 4" in page
-    assert "paused 0 s ago by ann@host: the grader is being replaced" in page
-    assert "refused 0 s ago: promote by bob@host: there is no version 9" in page
+    assert re.search(r"paused \d+ \w+ ago by ann@host: the grader is being replaced", page)
+    assert re.search(r"refused \d+ \w+ ago: promote by bob@host: there is no version 9", page)
 
 
 def test_new_steps_are_announced(store: Store, browse: Browse) -> None:
