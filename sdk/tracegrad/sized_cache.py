@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
@@ -14,6 +15,14 @@ V = TypeVar("V")
 # What nobody has asked for in so long is dropped with the next addition: attempts at one task, and
 # turns of one rollout, follow each other within minutes.
 UNUSED_S = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class _Entry(Generic[V]):
+    key: bytes
+    value: V
+    size: int  # bytes, with its key
+    used: float  # when it was asked for last
 
 
 class SizedCache(Generic[V]):
@@ -34,8 +43,8 @@ class SizedCache(Generic[V]):
         self._most_bytes, self._smallest, self._largest = most_bytes, smallest, largest
         self._clock = clock
         self._lock = threading.Lock()
-        # With its bytes, and when it was asked for last; that one at the end.
-        self._known: OrderedDict[bytes, tuple[V, int, float]] = OrderedDict()
+        # What was asked for last is at the end.
+        self._known: OrderedDict[bytes, _Entry[V]] = OrderedDict()
         self.size = 0  # bytes
 
     def get(self, key: bytes) -> V | None:
@@ -43,10 +52,10 @@ class SizedCache(Generic[V]):
             found = self._known.get(key)
             if found is None:
                 return None
-            value, size, _ = found
-            self._known[key] = value, size, self._clock()
-            self._known.move_to_end(key)
-            return value
+            found.used = self._clock()
+            # By its own key: an equal one is compared byte by byte once more.
+            self._known.move_to_end(found.key)
+            return found.value
 
     def add(self, key: bytes, value: V, value_bytes: int) -> None:
         size = len(key) + value_bytes
@@ -56,14 +65,14 @@ class SizedCache(Generic[V]):
             if key in self._known:
                 return
             now = self._clock()
-            self._known[key] = value, size, now
+            self._known[key] = _Entry(key, value, size, now)
             self.size += size
             self._drop(now - UNUSED_S)
 
     def _drop(self, unused_since: float) -> None:
         while self._known:
-            key, (_, size, used) = next(iter(self._known.items()))
-            if self.size <= self._most_bytes and used >= unused_since:
+            oldest = next(iter(self._known.values()))
+            if self.size <= self._most_bytes and oldest.used >= unused_since:
                 return
-            del self._known[key]
-            self.size -= size
+            del self._known[oldest.key]
+            self.size -= oldest.size

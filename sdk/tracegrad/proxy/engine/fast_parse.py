@@ -133,7 +133,8 @@ def parse_token_ids(text: bytes) -> array[int]:
     values = np.fromstring(text, dtype=np.int64, sep=",")
     # By older NumPys what is no integer only ends the reading early.
     commas = np.count_nonzero(np.frombuffer(text, dtype=np.uint8) == _COMMA)
-    if len(values) != commas + 1 or values.min() < 0 or values.max() >= 1 << 31:
+    # Of a negative one all bits above the 31st are set.
+    if len(values) != commas + 1 or int(np.bitwise_or.reduce(values)) >> 31:
         raise ValueError("token ids are integers from 0 to 2**31 - 1")
     ids.frombytes(values.astype(np.int32).tobytes())
     return ids
