@@ -16,7 +16,7 @@ from support.engines.vllm_server import VllmServer
 from support.proxy.servers import CONTROL_KEY
 from support.trainer.tiny_model import load_model, perturb, reference_logprobs
 from tracegrad.store import Store
-from tracegrad_trainer.inference.control_routes import EngineLostError, PushError
+from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
 from tracegrad_trainer.inference.engine_sleep import SleepSettings
 from tracegrad_trainer.inference.logprob_probe import compare_logprobs
 from tracegrad_trainer.inference.weight_push import WeightPusher
@@ -114,15 +114,27 @@ def test_a_streamed_turn_records_which_weights_sampled_each_token(
     compare_logprobs(served[switch:], reference_logprobs(new, *ids)[switch:], 1e-4)
 
 
-def test_a_first_push_that_is_wrong_leaves_an_endpoint_with_the_model_s_own_weights(
-    vllm_server: VllmServer, proxy_url: str, store_url: str
+@pytest.mark.parametrize(
+    ("left", "back"),
+    [(True, "version 4 is back"), (False, r"version 0 \(the model's folder\) is back")],
+)
+def test_a_first_push_that_is_wrong_leaves_an_endpoint_with_weights_that_are_right(
+    vllm_server: VllmServer, proxy_url: str, store_url: str, left: bool, back: str
 ) -> None:
-    """It may be one that people use: its calls go on, and are of version 0 from then on, whatever
-    an earlier run has served."""
+    """It may be one that people use: its calls go on, with what an earlier run served if that was
+    kept (`left`), and with the model's own weights if not."""
     with http_client(proxy_url, timeout_s=60, key=CONTROL_KEY) as client:
         client.post("/api/push/version", json={"version": 4}).raise_for_status()
-    old, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
+    before, new = load_model(vllm_server.model_dir), load_model(vllm_server.model_dir)
     perturb(new, seed=11)
+    if left:
+        perturb(before, seed=4)
+
+    def fetch(folder: Path) -> ServedWeights | None:
+        if not left:
+            return None
+        before.save_pretrained(folder)
+        return ServedWeights(4, tuple(map(str, folder.glob("*.safetensors"))))
 
     def fails() -> None:
         raise ArithmeticError("off by 3 nats")
@@ -134,8 +146,8 @@ def test_a_first_push_that_is_wrong_leaves_an_endpoint_with_the_model_s_own_weig
         version=-1,
         checkpoint=vllm_server.model_dir,
     ) as pusher:
-        back = r"wrongly, version 0 \(the model's folder\) is back"
-        with pytest.raises(PushError, match=back) as caught:
+        pusher.return_to_earlier_run(fetch)
+        with pytest.raises(PushError, match=f"wrongly, {back}") as caught:
             pusher.push(7, new.named_parameters(), fails)
         assert not isinstance(caught.value, EngineLostError)
     request = {
@@ -147,6 +159,6 @@ def test_a_first_push_that_is_wrong_leaves_an_endpoint_with_the_model_s_own_weig
     assert httpx.post(url, json=request, timeout=60).status_code == 200
     with Store.open(store_url) as store:
         [turn] = store.rollout_turns("r1")
-    assert [version for version, _ in turn.policy_versions] == [0]
-    wanted = reference_logprobs(old, turn.prompt_token_ids, turn.completion_token_ids)
+    assert [version for version, _ in turn.policy_versions] == [4 if left else 0]
+    wanted = reference_logprobs(before, turn.prompt_token_ids, turn.completion_token_ids)
     compare_logprobs(list(turn.completion_logprobs), wanted, 1e-4)

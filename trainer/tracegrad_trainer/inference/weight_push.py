@@ -90,7 +90,8 @@ class WeightPusher:
     """Pushes from the one process that holds whole tensors (the trainer's rank 0), to one engine or
     to several: to all of them or to none.
 
-    `version` and `checkpoint` are what is served now: what a failed first push returns to.
+    `version` and `checkpoint` are what is served now: what a failed first push returns to, but for
+    `return_to_earlier_run`.
     `directory` is where the weight files go (default: see `weight_directory`). Without
     `proxy_url`, only the engine's own queue holds calls; several are those of all proxies that
     are before the engines; `proxy_key` is the proxy's control key, or its admin key. With
@@ -197,6 +198,11 @@ class WeightPusher:
     def can_roll_back(self) -> bool:
         """False while the engine stands still for all of a step (`sleep`)."""
         return not self._swap.stopped
+
+    def return_to_earlier_run(self, fetch: Callable[[Path], ServedWeights | None]) -> None:
+        """If a first push fails, instead of to `checkpoint`. `fetch` puts the files of what that
+        run left served into a folder; None: there are none."""
+        self._swap.left_served = lambda: fetch(self._files.folder / "earlier-run")
 
     def roll_back(self, version: int, fetch: Callable[[Path], ServedWeights]) -> dict[str, float]:
         """Serves an earlier version again, under its own number, and nothing else from then on:

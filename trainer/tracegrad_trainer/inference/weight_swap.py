@@ -55,6 +55,8 @@ class WeightSwap:
         self.stopped = False
         # Whether the engines may have something else than they say, after a change that failed.
         self.in_doubt = False
+        # Before a first push: what an earlier run left served, if there are files of it.
+        self.left_served: Callable[[], ServedWeights | None] = lambda: None
         self.watch = Stopwatch()
         self._ready: set[str] = set()  # engines that have made ready what they are to serve
 
@@ -172,6 +174,7 @@ class WeightSwap:
             with watch.stage("set_version"):
                 self.proxy.set_version(new.version)
         except Exception as error:
+            had = self._to_return_to(had)
             self._put_back(had, error, watch, self.halt.take_weights)  # these may be what failed
             kept = f"{_named(had)} still is"
             raise PushError(f"version {new.version} is not served, {kept}: {error}") from error
@@ -185,9 +188,13 @@ class WeightSwap:
             with watch.stage("verify"):
                 verify()
         except Exception as error:
+            had = self._to_return_to(had)
             self._put_back(had, error, watch, self.halt.pause_again)
             back = f"{_named(had)} is back"
             raise PushError(f"version {new.version} was served wrongly, {back}: {error}") from error
+
+    def _to_return_to(self, had: ServedWeights) -> ServedWeights:
+        return had if had.version >= 0 else self.left_served() or had
 
     def _put_back(
         self,

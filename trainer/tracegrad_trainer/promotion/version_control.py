@@ -17,6 +17,7 @@ import errno
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from threading import Event, Lock, RLock, Thread
 from typing import Protocol
 
@@ -180,6 +181,21 @@ class VersionControl:
                 )
                 return False
         return True
+
+    def fetch_left_served(self, folder: Path) -> ServedWeights | None:
+        """Into the folder: the weights that an earlier run left served, to all where some were a
+        candidate's. None: they are not kept."""
+        try:
+            history = self._store.version_history()
+            version = history.serving
+            if self._settings.gate == "canary" and history.promoted is not None:
+                version = history.promoted
+            if version is None or not history.records[version].kept:
+                return None
+            return self._kept.copy_to(version, folder)
+        except (StoreError, KeptWeightsError) as error:
+            logger.warning("what was served before this run cannot be served again: %s", error)
+            return None
 
     def await_room(self) -> None:
         """Until the files of an earlier push are read, which take their room until then."""

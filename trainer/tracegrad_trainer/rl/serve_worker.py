@@ -57,6 +57,8 @@ class ServeWorker:
         self.publisher = WeightPublisher(settings, self.training.learner, stack)
         if self.control is not None:
             self.publisher.await_room = self.control.await_room
+            if self.publisher.pusher is not None:
+                self.publisher.pusher.return_to_earlier_run(self.control.fetch_left_served)
             stack.callback(self.control.close)  # before the pusher is closed
         self.starts_again = False  # from a version that was returned to, once this run is over
         self.serves = False  # whether a push of ours is served

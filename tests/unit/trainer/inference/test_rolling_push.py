@@ -182,6 +182,46 @@ def test_a_first_push_that_is_wrong_leaves_the_weights_of_the_model_folder(
         assert stands(fleet) == [(7.0, 7)] * 2
 
 
+def test_a_first_push_that_is_wrong_leaves_what_an_earlier_run_had_served(
+    fleet: Fleet, checkpoint: Path, tmp_path: Path
+) -> None:
+    urls = [engine.url for engine in fleet]
+    fetched: list[Path] = []
+
+    def fetch(folder: Path) -> ServedWeights | None:
+        fetched.append(folder)
+        folder.mkdir()
+        save_file({"w": torch.tensor([4.0])}, folder / "model-00001.safetensors")
+        return ServedWeights(4, (str(folder / "model-00001.safetensors"),))
+
+    def wrong() -> None:
+        raise ArithmeticError("off by 3 nats")
+
+    with WeightPusher(
+        urls, urls[0], version=-1, checkpoint=checkpoint, directory=tmp_path
+    ) as pusher:
+        pusher.return_to_earlier_run(fetch)
+        fleet[0].all_may_be_held = True
+        with pytest.raises(PushError, match="wrongly, version 4 is back"):
+            pusher.push(5, weights(5.0), wrong)
+        assert stands(fleet) == [(4.0, 4)] * 2
+        assert not fetched[0].exists(), "its files go with those of the push"
+        fleet[1].refuse_once(LOAD_STAGED)
+        with pytest.raises(PushError, match="version 4 still is"):
+            pusher.push(5, weights(5.0))
+        assert stands(fleet) == [(4.0, 4)] * 2
+
+        pusher.return_to_earlier_run(lambda folder: None)
+        with pytest.raises(PushError, match=r"version 0 \(the model's folder\) is back"):
+            pusher.push(6, weights(6.0), wrong)
+        assert stands(fleet) == [(MODEL_FOLDER, 0)] * 2
+        pusher.return_to_earlier_run(fetch)
+        pusher.push(7, weights(7.0))
+        with pytest.raises(PushError, match="version 7 is back"):
+            pusher.push(8, weights(8.0), wrong)
+        assert len(fetched) == 2, "from a first push on nobody goes back that far"
+
+
 def test_a_proxy_that_refuses_the_last_word_takes_all_back(
     fleet: Fleet, rolling: WeightPusher
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from support.trainer.kept_versions import ServedRun
 from tracegrad.store import Decision, Store
@@ -143,6 +144,45 @@ def test_a_version_without_a_checkpoint_is_not_kept(store: Store, tmp_path: Path
     run.serve(0, 1, 2)
     assert run.kept() == [0, 1]
     assert store.version_history().records[2].not_kept == "no_checkpoint"
+
+
+def test_a_run_that_begins_finds_what_the_one_before_left_served(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path)
+    assert run.control.fetch_left_served(tmp_path / "left") is None
+    run.no_checkpoint = {2}
+    run.serve(0, 1)
+    found = run.begin_again().fetch_left_served(tmp_path / "left")
+    assert found is not None
+    assert found.version == 1
+    assert [float(load_file(path)["w"]) for path in found.paths] == [1.0]
+    run.serve(2)
+    assert run.begin_again().fetch_left_served(tmp_path / "left") is None, "it is not kept"
+
+
+def test_what_is_left_served_beside_a_candidate_is_the_promoted_one(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path, gate="canary")
+    run.serve(0)
+    run.decide("promote", 0)
+    run.serve(1)
+    assert (run.pusher.version, run.pusher.newest.version) == (0, 1)
+    found = run.begin_again().fetch_left_served(tmp_path / "left")
+    assert found is not None
+    assert found.version == 0
+
+
+def test_weights_left_served_that_are_damaged_are_left_alone(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0)
+    file = run.state_dir / "versions" / "version-00000000" / "0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run.control.fetch_left_served(tmp_path / "left") is None
+    assert "is damaged" in caplog.text
 
 
 def test_damaged_weights_are_not_served(store: Store, tmp_path: Path) -> None:
