@@ -53,7 +53,8 @@ FROM base AS proxy
 COPY --from=build-proxy /opt/tracegrad /opt/tracegrad
 EXPOSE 4141
 # Beyond loopback the proxy wants an admin key: give TRACEGRAD_API_KEY, and --upstream.
+# Another port: give TRACEGRAD_PROXY_PORT, which this sees, and no --port.
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s CMD ["python3", "-c", \
-    "import urllib.request; urllib.request.urlopen('http://127.0.0.1:4141/healthz', timeout=4)"]
+    "import os, urllib.request as r; p = os.environ.get('TRACEGRAD_PROXY_PORT', '4141'); r.urlopen(f'http://127.0.0.1:{p}/healthz', timeout=4)"]
 ENTRYPOINT ["tracegrad"]
 CMD ["proxy", "--host", "0.0.0.0"]
