@@ -214,6 +214,7 @@ def test_a_killed_run_on_postgresql(
     try_until(4, runs, model, tmp_path, urls, unkilled(1), every_steps=2)
 
 
+@pytest.mark.timeout(1200)
 def test_a_killed_command_leaves_nobody_behind_and_goes_on(
     runs: Runs, model: Path, tmp_path: Path
 ) -> None:
@@ -224,7 +225,8 @@ def test_a_killed_command_leaves_nobody_behind_and_goes_on(
     killed = Scene(runs, model, tmp_path / "killed", next(urls), ranks=1, groups=36)
     first = subprocess.Popen(killed.command(), stdout=subprocess.DEVNULL, env=ONE_THREAD)
     family = ProcessTree(first.pid)
-    eventually(lambda: len(made(killed.url)) >= 2, 120)
+    # On a busy machine it takes minutes; a command that ends before is seen at once.
+    eventually(lambda: len(made(killed.url)) >= 2 or first.poll() is not None, 600)
     first.kill()
     first.wait()
     assert family.gone(within_s=30) == []
