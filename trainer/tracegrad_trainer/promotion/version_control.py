@@ -184,11 +184,14 @@ class VersionControl:
 
     def fetch_left_served(self, folder: Path) -> ServedWeights | None:
         """Into the folder: the weights that an earlier run left served, to all where some were a
-        candidate's. None: they are not kept."""
+        candidate's; those that were returned to, where nobody served them yet. None: they are not
+        kept."""
         try:
             history = self._store.version_history()
-            version = history.serving
-            if self._settings.gate == "canary" and history.promoted is not None:
+            last = Ledger(self._store).last_step()
+            base = history.rollback_base(0 if last is None else last.step)
+            version = history.serving if base is None else base.version
+            if base is None and self._settings.gate == "canary" and history.promoted is not None:
                 version = history.promoted
             if version is None or not history.records[version].kept:
                 return None

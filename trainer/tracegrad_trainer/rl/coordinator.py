@@ -554,7 +554,7 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     """
     last = Ledger(store).last_step()
     step, version = (last.step, last.version) if last else (0, 0)
-    if (base := rollback_base(store, step)) is not None:
+    if (base := store.version_history().rollback_base(step)) is not None:
         return _rolled_back_point(settings, store, base, step, last)
     served = store.versions()
     lost = [
@@ -568,16 +568,6 @@ def resume_point(settings: TrainerSettings, store: Store) -> ResumePoint:
     again = [v.version for v in served if (v.step or 0) == step and v.version < version]
     skipped = _skipped_versions(store, weights, [*again, version], last)
     return ResumePoint(step, version, weights, skipped)
-
-
-def rollback_base(store: Store, step: int) -> VersionRecord | None:
-    """The version that was returned to after `step`, the last committed one: training goes on from
-    it until a step is committed. None: it goes on from the last committed step."""
-    history = store.version_history()
-    rollback = history.rollback
-    if rollback is None or rollback.outcome is None or rollback.outcome["last_step"] < step:
-        return None
-    return history.records[rollback.outcome["version"]]
 
 
 def _rolled_back_point(

@@ -93,6 +93,18 @@ class VersionHistory:
         promoted = self.promoted
         return promoted if promoted is not None and self.records[promoted].kept else None
 
+    def rollback_base(self, last_step: int) -> VersionRecord | None:
+        """The version that was returned to after `last_step`, the last committed one: training goes
+        on from it until a step is committed. None: it goes on from the last committed step."""
+        rollback = self.rollback
+        if (
+            rollback is None
+            or rollback.outcome is None
+            or rollback.outcome["last_step"] < last_step
+        ):
+            return None
+        return self.records[rollback.outcome["version"]]
+
     def rollback_target(self) -> int:
         """What a rollback without a version goes to: the promoted one, unless it is served; else
         the last one before what is served that was served well. ValueError: there is none."""

@@ -174,6 +174,19 @@ def test_what_is_left_served_beside_a_candidate_is_the_promoted_one(
     assert found.version == 0
 
 
+def test_what_was_returned_to_while_nothing_ran_is_in_place_of_what_was_left_served(
+    store: Store, tmp_path: Path
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1, 2)
+    bad = {"version": 1, "by": "ann@host", "reason": "2 is bad"}
+    store.decide(Decision(kind="rollback", training="continue", **bad))
+    found = run.begin_again().fetch_left_served(tmp_path / "left")
+    assert found is not None
+    assert store.current_version() == 2, "nobody has served another yet"
+    assert found.version == 1
+
+
 def test_weights_left_served_that_are_damaged_are_left_alone(
     store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
