@@ -88,7 +88,11 @@ class _Handler(BaseHTTPRequestHandler):
     proxy: FakeProxy
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
+        length = int(self.headers["content-length"])
+        body = self.rfile.read(length)
+        if len(body) < length:  # its sender was killed meanwhile: no request
+            self.close_connection = True
+            return
         while self.proxy.mode == "hang":
             time.sleep(0.02)
         if self.proxy.mode == "reset":
