@@ -33,7 +33,7 @@ from support.deploy.chart import (
 from support.deploy.haproxy import CONFIG
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.proxy.config import ProxySettings
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.launch.workers import wanted_workers
 
 KUBERNETES = "1.28", "1.34"  # the oldest that the chart is for, and a later one

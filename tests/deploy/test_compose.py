@@ -16,7 +16,8 @@ from support.deploy.compose import CPU_FILE, FILE, FOLDER, SECRETS, Json, Missin
 from support.packages.wheel import ROOT
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.proxy.config import ProxySettings
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 
 SERVICES = compose.services()
 ENGINES = [name for name in SERVICES if name.startswith("engine-")]

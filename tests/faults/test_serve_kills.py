@@ -16,7 +16,7 @@ from support.trainer.prepared_run import steps_of
 from support.trainer.pushing_ranks import agree
 from support.trainer.trainer_serve import TrainerServe, trainer_serve
 from tracegrad.store import Store
-from tracegrad_trainer.config.trainer import parse_resolved
+from tracegrad_trainer.config.loading import parse_resolved
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 PROMPT = [3 + 5 * i % 80 for i in range(24)]

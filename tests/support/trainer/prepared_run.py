@@ -16,7 +16,8 @@ from tracegrad.events import (
     Turn,
 )
 from tracegrad.store import Ledger, StepRecord, Store
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 
 VOCABULARY = 300  # of the tokens that are drawn; the tokenizer has some more
 LONG_AGO = 1.7e9

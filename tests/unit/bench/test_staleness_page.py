@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.staleness.__main__ import MODES, Measured, page
 from examples.shop.run import SERVE
 
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 
 
 def measured(number: int, **changes: object) -> Measured:

@@ -27,7 +27,7 @@ from support.trainer.prepared_run import save_smallest_model
 from support.trainer.step_samples import trained as take_steps
 from tracegrad.cli.app import app as tracegrad_app
 from tracegrad_trainer.cli.app import app as trainer_app
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 
 FOLDERS = ("howto", "coming-from")
 PAGES = sorted(

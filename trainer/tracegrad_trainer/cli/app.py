@@ -18,7 +18,8 @@ from tracegrad.store import ALL, RolloutFilter
 
 if TYPE_CHECKING:  # `trainer status` need not wait for pydantic
     from tracegrad.store.types import DecisionKind
-    from tracegrad_trainer.config.trainer import FindModel, TrainerSettings
+    from tracegrad_trainer.config.model_folders import FindModel
+    from tracegrad_trainer.config.trainer import TrainerSettings
 
 app = typer.Typer(
     name="trainer", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -528,7 +529,8 @@ def _settings(
 ) -> TrainerSettings:
     from tracegrad.proxy.config import ProxySettings
     from tracegrad.settings_sources import unknown_variables
-    from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+    from tracegrad_trainer.config.loading import load_settings
+    from tracegrad_trainer.config.trainer import TrainerSettings
 
     for line in (*unknown_variables(TrainerSettings), *unknown_variables(ProxySettings)):
         print(f"trainer {command}: {line}", file=sys.stderr)

@@ -18,8 +18,9 @@ from pydantic_settings import EnvSettingsSource
 
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.settings_sources import read_toml
+from tracegrad_trainer.config.loading import apply_override, load_settings
 from tracegrad_trainer.config.reference import Setting, Table, settings_tables
-from tracegrad_trainer.config.trainer import TrainerSettings, apply_override, load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 
 WIDTH = 100
 HEAD = """\

@@ -14,34 +14,32 @@ settings are stored with every step.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from pydantic import (
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_settings import SettingsConfigDict
 
-from tracegrad.chat.model_folder import HubName, ModelNotFound, find_model_folder
-from tracegrad.events import Json
+from tracegrad.chat.model_folder import find_model_folder
 from tracegrad.log_format import LogFormat
 from tracegrad.proxy.config import ProxySettings, SecretUrl, unguarded_host
 from tracegrad.settings_sources import (
     FileSettings,
-    SettingsError,
-    problems,
-    read_toml,
     unknown_settings,
 )
-from tracegrad.urls import masked
 from tracegrad_trainer.batches import BatchSettings
 from tracegrad_trainer.config.data import DataSettings
 from tracegrad_trainer.config.gpus import GpuSettings
+from tracegrad_trainer.config.model_folders import (
+    check_model_folder,
+    last_resolved,
+    model_folders,
+)
 from tracegrad_trainer.config.promotion import PromotionSettings
 from tracegrad_trainer.config.push import PushSettings
 from tracegrad_trainer.config.push_transport import check_transport
@@ -51,13 +49,12 @@ from tracegrad_trainer.config.vllm import VllmSettings, serves_fp8
 from tracegrad_trainer.engine import CheckpointSettings, FsdpSettings, OptimSettings
 from tracegrad_trainer.guards.config import GuardSettings
 from tracegrad_trainer.losses import PRESETS, ObjectiveSettings
-from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 from tracegrad_trainer.losses.part_names import SUPERVISED, WEIGHTS
 from tracegrad_trainer.metrics import MetricsSettings
 from tracegrad_trainer.rewards.config import RewardSettings
 
 # What other trainers (TRL, verl, transformers) call a setting.
-_SYNONYMS = {
+SYNONYMS = {
     "learning_rate": "optim.lr",
     "batch_size": "batches.groups",
     "train_batch_size": "batches.groups",
@@ -97,12 +94,6 @@ _SYNONYMS = {
 
 # What calls wait for an engine on GPUs that the ranks share, where [proxy] does not say it.
 LONGEST_SHARED_STEP_S = 3600.0
-
-
-class FindModel(Protocol):
-    """Of a model that is named as on the Hub, its folder. Raises ModelNotFound."""
-
-    def __call__(self, name: str, *, pinned_by: Path | None) -> Path: ...
 
 
 class PushedProxySettings(ProxySettings):
@@ -181,23 +172,7 @@ class TrainerSettings(FileSettings):
     def _model_is_a_folder(cls, path: Path | None) -> Path | None:
         if path is None:
             return None
-        if not path.is_dir():
-            raise ValueError(
-                f"{path}: there is no such folder; give a Hugging Face model folder, or a name on"
-                " the Hub (owner/name)"
-            )
-        for name in ("config.json", "tokenizer_config.json"):
-            if not (path / name).is_file():
-                raise ValueError(
-                    f"{path} has no {name}: give a Hugging Face model folder, or a name on the Hub"
-                )
-        if not any(path.glob("*.safetensors")):
-            raise ValueError(f"{path} has no *.safetensors: give a folder with weights")
-        if missing := _missing_shards(path):
-            raise ValueError(
-                f"{path} lacks {len(missing)} of its files of weights, such as {missing[0]}:"
-                " download it again"
-            )
+        check_model_folder(path)
         return path.resolve()
 
     @field_validator("proxy_url")
@@ -223,8 +198,15 @@ class TrainerSettings(FileSettings):
         """vLLM serves the model that is trained; its log and its socket are in our folder."""
         if not isinstance(data, dict) or "model" not in data:
             return data
+
+        def find(name: str, *, pinned_by: Path | None) -> Path:
+            # Gigabytes are not fetched for settings that are refused after that.
+            if unknown := unknown_settings(data, TrainerSettings, SYNONYMS):
+                raise ValueError("; ".join(map(": ".join, unknown.items())))
+            return cls.find_model(name, pinned_by=pinned_by)
+
         state_dir = Path(data.get("state_dir", ".tracegrad")).resolve()
-        data = data | _model_folders(data, _last_resolved(state_dir), cls.find_model)
+        data = data | model_folders(data, last_resolved(state_dir), find)
         ours = {"log": state_dir / "logs" / "vllm.log", "socket": state_dir / "run" / "vllm.sock"}
         vllm = {"model": str(data["model"])} | ours | data.get("vllm", {})
         return _with_fp8_correction(data | {"vllm": vllm})
@@ -615,51 +597,6 @@ def with_sleep(
     return vllm.model_copy(update={"sleep_mode": True}), proxy
 
 
-def load_settings(
-    config: Path | None = None,
-    overrides: list[str] | None = None,
-    find_model: FindModel | None = None,
-) -> TrainerSettings:
-    """Settings from `config` (default: tracegrad.toml, if it is there) and `a.b=value` strings.
-    `find_model`: of names on the Hub; None: the model is fetched.
-
-    Raises SettingsError: one line a wrong setting.
-    """
-    file = _with_paths_from_its_folder(read_toml(config), config)
-    flags: dict[str, Any] = {}
-    for override in overrides or []:
-        apply_override(flags, override)
-
-    class Loaded(TrainerSettings):
-        # Sources are a matter of the class; this one's file is known only now.
-        @classmethod
-        def file_values(cls) -> dict[str, Any]:
-            return file
-
-        @classmethod
-        def find_model(cls, name: str, *, pinned_by: Path | None) -> Path:
-            return (find_model or super().find_model)(name, pinned_by=pinned_by)
-
-    try:
-        return Loaded(**flags)
-    except ValidationError as error:
-        raise SettingsError("; ".join(problem_lines(error))) from None
-
-
-def _with_paths_from_its_folder(file: dict[str, Any], config: Path | None) -> dict[str, Any]:
-    """A relative path of a model in a settings file counts from that file, wherever the command is
-    run. Where nothing lies there it may be a name of the Hub, or a path from here."""
-    if config is None:
-        return file
-    for table, name in ((file, "model"), (file, "reference"), (file.get("proxy"), "tokenizer")):
-        if isinstance(table, dict) and isinstance(value := table.get(name), str):
-            beside = config.parent / value
-            elsewhere = Path(value).expanduser().exists() or HubName.parse(value) is not None
-            if beside.exists() or not elsewhere:
-                table[name] = str(beside.resolve())
-    return file
-
-
 def _with_fp8_correction(data: dict[str, Any]) -> dict[str, Any]:
     """Settings in which the weights for what an engine in fp8 samples are of tokens, where the
     preset has them of turns and nothing else was asked for: a turn's mean hides single tokens, and
@@ -672,133 +609,3 @@ def _with_fp8_correction(data: dict[str, Any]) -> dict[str, Any]:
     if kind in WEIGHTS and preset.get("correction_level") == "turn":
         objective = {"correction_level": "token"} | objective
     return data | {"objective": objective}
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    """Files that the index of its weights names and that are not there: a broken-off download."""
-    try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        shards = set(index["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return []
-    return sorted(name for name in shards if not (folder / name).is_file())
-
-
-def _model_folders(
-    data: dict[str, Any], before: dict[str, Any], find: FindModel
-) -> dict[str, Path]:
-    """Absolute folders for `model` and `reference`; names of the Hub become snapshots, of the
-    commit that `before` has. What is neither stays as it is: the field's check names it.
-
-    Raises ValueError: a name that cannot be had, or misspelt settings beside one.
-    """
-    found = {}
-    for name in ("model", "reference"):
-        value = data.get(name)
-        if not isinstance(value, str | Path):
-            continue
-        last = before.get(name)
-        pin = Path(last) if isinstance(last, str) else None
-        if (folder := Path(value).expanduser()).exists():
-            found[name] = folder.resolve()
-        elif HubName.parse(str(value)) is not None:
-            # Gigabytes are not fetched for settings that are refused after that.
-            if unknown := unknown_settings(data, TrainerSettings, _SYNONYMS):
-                raise ValueError("; ".join(map(": ".join, unknown.items())))
-            try:
-                found[name] = find(str(value), pinned_by=pin)
-            except ModelNotFound as error:
-                raise ValueError(f"{name}: {error}") from None
-    return found
-
-
-def _last_resolved(state_dir: Path) -> dict[str, Any]:
-    """The settings of the last `trainer serve` or `step` in this folder, or else of the last
-    `sft`, if there was one."""
-    for name in ("settings.json", "sft.json"):
-        try:
-            found = json.loads((state_dir / "run" / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(found, dict):
-            trainer: dict[str, Any] = found.get("trainer", found)
-            return trainer
-    return {}
-
-
-def parse_resolved(text: str) -> TrainerSettings:
-    """Settings as `model_dump_json` wrote them. Raises SettingsError, as `load`."""
-    try:
-        return TrainerSettings.model_validate_json(text)
-    except ValidationError as error:
-        raise SettingsError("; ".join(problem_lines(error))) from None
-
-
-def without_unused(stored: Json) -> Json:
-    """A step's settings less what its objective does not use: they were recorded before that was
-    an error, or for another objective. What was no setting yet is as it was done then.
-
-    Raises:
-        ValidationError: the objective is none.
-    """
-    given = objective_without_unused(stored.get("objective", {}))
-    objective = ObjectiveSettings.model_validate(given)
-    batches, data = dict(stored.get("batches", {})), dict(stored.get("data", {}))
-    if not objective.weighs_turns:
-        batches.pop("stale", None)
-    if batches.get("stale") != "weight":
-        batches.pop("stale_decay", None)
-    # A recorded batch is what it is, however its rollouts came.
-    for name in ("refill", "in_flight", "over_sample", "over_sample_keep", "synchronous"):
-        data.pop(name, None)
-    if batches.get("stale") == "wait":
-        batches["stale"] = "drop"
-    optim = {"scale_by_groups": False} | stored.get("optim", {})
-    found = stored | {"objective": given, "batches": batches, "data": data, "optim": optim}
-    if "reference" not in objective.needs:
-        found.pop("reference", None)
-    return found
-
-
-def problem_lines(error: ValidationError) -> list[str]:
-    """A line for each wrong setting: its name, and what is wrong."""
-    found = problems(error, TrainerSettings, _SYNONYMS)
-    for one in error.errors():
-        if one["type"] == "model_type":
-            table, given = one["loc"][-1], masked(repr(one["input"]))
-            found[".".join(map(str, one["loc"]))] = (
-                f"is a table of settings, not {given}: write [{table}] above them"
-            )
-    if "model" in found:
-        found.pop("vllm", None)  # it is missing only because the model is
-    return [": ".join(filter(None, problem)) for problem in found.items()]
-
-
-def apply_override(table: dict[str, Any], override: str) -> None:
-    """`optim.lr=1e-4` into the nested table; the value is JSON where it reads as JSON.
-
-    `data.tags=split=late` adds a tag to those of other overrides.
-
-    Raises SettingsError.
-    """
-    name, equals, text = override.partition("=")
-    if not equals or not name:
-        raise SettingsError(f"--set {override!r}: write it as table.name=value")
-    *tables, leaf = name.split(".")
-    for key in tables:
-        if table.get(key) is None:  # null too: a table that was left out
-            table[key] = {}
-        table = table[key]
-        if not isinstance(table, dict):
-            raise SettingsError(f"--set {override!r}: {key} is not a table")
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = text
-    if name == "data.tags" and isinstance(value, str):
-        key, equals, wanted = value.partition("=")
-        if not (equals and key):
-            raise SettingsError(f"--set {override!r}: write it as data.tags=key=value")
-        # Each is one of them, as with `rollouts ls --tag`.
-        value = {**(table.get(leaf) or {}), key: wanted}
-    table[leaf] = value

@@ -24,12 +24,8 @@ from tracegrad.events import Json
 from tracegrad.inspect.step_metrics import find_metric
 from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store
-from tracegrad_trainer.config.trainer import (
-    TrainerSettings,
-    apply_override,
-    problem_lines,
-    without_unused,
-)
+from tracegrad_trainer.config.loading import apply_override, problem_lines, without_unused
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.checkpoint.base_model import BaseModelRecord, base_model_difference
 from tracegrad_trainer.engine.checkpoint.manifest import CheckpointError, read_manifest
 from tracegrad_trainer.launch.torchrun import torchrun_command

@@ -14,7 +14,8 @@ import torch
 from tracegrad.log_format import write_last_words
 from tracegrad.private_files import set_private_umask
 from tracegrad.store import StoreError
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings, parse_resolved
+from tracegrad_trainer.config.loading import load_settings, parse_resolved
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.inference.control_routes import PushError
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks

@@ -40,7 +40,7 @@ for words in sys.argv[1:]:
     heavy = {"torch", "transformers", "peft"} & set(sys.modules)
     print("HEAVY", json.dumps([words, sorted(heavy)]))
 """
-WAITING = ("cli.step", "launch.folder_lock", "launch.torchrun", "config.trainer")
+WAITING = ("cli.step", "launch.folder_lock", "launch.torchrun", "config.loading")
 IMPORTS = """
 import importlib, json, sys
 for name in sys.argv[1:]:

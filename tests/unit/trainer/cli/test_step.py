@@ -26,10 +26,8 @@ from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store, StoreTooNew
 from tracegrad.store.checkpoint_manifest import MANIFEST_NAME
 from tracegrad_trainer.cli.app import app
-from tracegrad_trainer.config.trainer import (
-    TrainerSettings,
-    without_unused,
-)
+from tracegrad_trainer.config.loading import without_unused
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError, list_checkpoints
 from tracegrad_trainer.rl.preflight import check_before_training, check_store_has_groups
 from tracegrad_trainer.rl.rank_main import read_settings

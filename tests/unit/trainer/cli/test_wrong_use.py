@@ -9,7 +9,8 @@ import pytest
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.settings_sources import SettingsError, setting_names
 from tracegrad_trainer.cli.app import app
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.session import StartError, lock_state_folder
 from tracegrad_trainer.sft.config import check_settings_used
 

@@ -10,7 +10,7 @@ import pytest
 from support.chat.fake_hub import put_in_cache
 from support.trainer.prepared_run import fill, save_smallest_model, settings_of
 from tracegrad.settings_sources import SettingsError
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.launch.session import write_resolved_settings
 
 NAME = "acme/tiny"

@@ -11,7 +11,8 @@ import torch
 
 from support.trainer.step_samples import trainer_settings
 from tracegrad.store import ALL, Store
-from tracegrad_trainer.config.trainer import TrainerSettings, parse_resolved
+from tracegrad_trainer.config.loading import parse_resolved
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tracegrad.settings_sources import SettingsError, setting_names
-from tracegrad_trainer.config.trainer import _SYNONYMS, TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import SYNONYMS, TrainerSettings
 
 
 @pytest.mark.parametrize(
@@ -41,8 +42,8 @@ def test_a_name_like_no_other_is_only_refused(model: Path) -> None:
 def test_every_synonym_stands_for_a_setting_and_is_none() -> None:
     known = set(setting_names(TrainerSettings))
     assert {"optim.lr", "fsdp.lora.rank", "proxy.anchors.group_size", "vllm.port"} <= known
-    assert set(_SYNONYMS.values()) <= known
-    assert not set(_SYNONYMS) & {name.rpartition(".")[2] for name in known}
+    assert set(SYNONYMS.values()) <= known
+    assert not set(SYNONYMS) & {name.rpartition(".")[2] for name in known}
 
 
 @pytest.mark.parametrize(

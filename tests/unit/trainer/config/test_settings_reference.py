@@ -21,13 +21,14 @@ from tracegrad.proxy.cli import proxy_command
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.settings_sources import SettingsError
 from tracegrad_trainer.cli.app import app
+from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.config.reference import settings_tables
 from tracegrad_trainer.config.settings_file import (
     default_settings_file,
     effective_settings_file,
     toml_value,
 )
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 
 ROOT = Path(__file__).resolve().parents[4]
 OPTIONAL = {table.name for table in settings_tables() if table.optional}

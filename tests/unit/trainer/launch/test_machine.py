@@ -14,12 +14,8 @@ from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.cli.placement import placement_lines
 from tracegrad_trainer.cli.serve import plan_placement
 from tracegrad_trainer.config.gpus import GpuSettings
-from tracegrad_trainer.config.trainer import (
-    LONGEST_SHARED_STEP_S,
-    TrainerSettings,
-    load_settings,
-    parse_resolved,
-)
+from tracegrad_trainer.config.loading import load_settings, parse_resolved
+from tracegrad_trainer.config.trainer import LONGEST_SHARED_STEP_S, TrainerSettings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch import resolve_gpus
 from tracegrad_trainer.launch.machine import (

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from tracegrad_trainer.cli.serve import ready_timeout_s
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch import placement
 from tracegrad_trainer.launch.machine import GIB, Gpu, Machine
 from tracegrad_trainer.launch.model_sizes import model_sizes, placement_request

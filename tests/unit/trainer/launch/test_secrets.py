@@ -20,7 +20,8 @@ from tracegrad.settings_sources import SettingsError
 from tracegrad.store import Store, StoreError
 from tracegrad_trainer.cli import app
 from tracegrad_trainer.cli.serve import ServeStack, proxy_process, with_control_key
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.launch import run_state
 from tracegrad_trainer.launch.session import write_resolved_settings

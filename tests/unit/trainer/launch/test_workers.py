@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from support.trainer.step_samples import trainer_settings
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import SILENT_S, RunState
 from tracegrad_trainer.launch.workers import (
     EVALUATOR,

@@ -19,7 +19,8 @@ from tracegrad.store import Store
 from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.batches.packing import ATTENTION_PARITY
 from tracegrad_trainer.cli.replay import show_candidates, show_replay
-from tracegrad_trainer.config.trainer import TrainerSettings, without_unused
+from tracegrad_trainer.config.loading import without_unused
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine.config import AdamwImplementation
 from tracegrad_trainer.engine.distributed import compute_dtype
 from tracegrad_trainer.replay import replay as replay_module

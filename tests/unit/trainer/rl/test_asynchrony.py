@@ -18,7 +18,7 @@ from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store
 from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.cli.status import dropped_shares, lag_shares
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.rl.coordinator import Coordinator, RolloutSupply
 
 GROUPS, SIZE = 2, 3

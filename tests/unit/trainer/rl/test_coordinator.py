@@ -14,7 +14,8 @@ from support.trainer.prepared_run import fill
 from tracegrad.events import Event, Outcome, Reward
 from tracegrad.store import Ledger, PolicyVersion, Scoring, StepRecord, Store
 from tracegrad.store.checkpoint_manifest import manifest_digest
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError
 from tracegrad_trainer.engine.checkpoint.manifest import write_manifest
 from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply

@@ -29,7 +29,8 @@ from tracegrad.settings_sources import SettingsError
 from tracegrad.store import GroupCommitWriter, StepHistory, Store
 from tracegrad_trainer.batches import Row
 from tracegrad_trainer.cli import dry_run
-from tracegrad_trainer.config.trainer import TrainerSettings, load_settings
+from tracegrad_trainer.config.loading import load_settings
+from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.rl.wait_reason import BatchNeeds, wait_reason

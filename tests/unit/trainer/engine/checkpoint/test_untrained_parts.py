@@ -19,7 +19,7 @@ from transformers import (
 
 from support.trainer.tiny_model import tiny_tokenizer
 from support.trainer.tiny_models import CONFIGS, VOCABULARY, plain
-from tracegrad_trainer.config.trainer import load_settings
+from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.engine import (
     FsdpSettings,
     build_model,
