@@ -63,9 +63,50 @@ def test_a_rollback_and_what_comes_after_it(store: Store) -> None:
     assert history.records[5].state == "promoted"
     assert history.numbers_of(1) == [1, 5]
     assert history.rollback_target() == 0
+    happened(store, 6, "serving", 6)
+    assert states(store)[6] == "served", "it came after the rollback"
     decided(store, "resume")
     assert store.training_pause() is None
     assert store.version_history().paused is None
+
+
+def test_a_rollback_gives_up_weights_whatever_their_numbers(store: Store) -> None:
+    """Version 2 has version 1's weights: a run resumed with them."""
+    for version, weights in enumerate((0, 1, 1, 3)):
+        happened(store, version, "serving", weights)
+    decided(store, "promote", 3)
+    decided(store, "pause")
+    decided(store, "rollback", None, training="continue", version=1, newest=3, last_step=3)
+    assert states(store) == {0: "served", 1: "promoted", 2: "promoted", 3: "rolled_back"}
+    history = store.version_history()
+    assert history.promoted == 1, "what was given up is nothing to compare with"
+    assert history.paused is None
+    assert store.training_pause() is None
+    decided(store, "rollback", None, training="pause", version=3, newest=3, last_step=3)
+    assert states(store)[3] == "promoted", "somebody went back to it after all"
+
+
+def test_a_refused_promotion_leaves_what_few_versions_say_of_the_promoted_one(
+    store: Store,
+) -> None:
+    for version in range(3):
+        happened(store, version, "serving", version)
+    decided(store, "promote", 1)
+    decided(store, "promote", 0, refused="version: 0 is not kept on disk")
+    assert store.version_history([]).promoted == store.version_history().promoted == 1
+
+
+def test_training_goes_on_from_what_was_returned_to_until_a_step_is_committed(
+    store: Store,
+) -> None:
+    for version in range(3):
+        happened(store, version, "serving", version)
+    assert store.version_history().rollback_base(2) is None
+    decided(store, "rollback", None, training="continue", version=1, newest=2, last_step=2)
+    base = store.version_history().rollback_base(2)
+    assert base is not None
+    assert base.version == 1
+    assert store.version_history().rollback_base(3) is None
 
 
 def test_a_refused_decision_changes_nothing(store: Store) -> None:
