@@ -5,7 +5,8 @@ from __future__ import annotations
 from hashlib import sha256
 
 from support.store.events import make_turn, rollout_events
-from support.store.ledger_fixtures import commit, ids, lease
+from support.store.ledger_fixtures import FakeClock, commit, ids, lease
+from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Ledger, Store
@@ -99,3 +100,30 @@ def test_a_group_that_is_given_back_is_the_same_again(store: Store, ledger: Ledg
     group = lease(ledger, over_sample=FIRST)
     ledger.release(group)
     assert ids(lease(ledger, over_sample=FIRST)) == ids(group)
+
+
+def test_an_attempt_that_a_group_was_cut_by_is_not_cut_by_the_next_one_too(
+    store: Store, ledger: Ledger
+) -> None:
+    attempt(store, 0)
+    attempt(store, 1)
+    store.append([RolloutStarted(rollout_id="slow", task_id="t", opened_at=1000.5)])
+    store.append([make_turn("s1", "slow")])
+    commit(ledger, lease(ledger, over_sample=FIRST))
+    for number in range(4):
+        attempt(store, 10 + number, at=5000.0)
+    assert ids(lease(ledger, over_sample=FIRST)) == [["t.10", "t.11"]]
+    assert skipped(store) == {"over_sampled": 4}, "both of the new ones, though one still runs"
+
+
+def test_what_the_asker_holds_itself_takes_no_place_of_what_is_cut(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    for number in range(2):
+        attempt(store, number)
+    held = ids(lease(ledger, ttl_s=5))[0]
+    fake_clock.advance(6)  # free for others by now
+    for number in range(2, 6):
+        attempt(store, number)
+    assert ids(lease(ledger, over_sample=FIRST, held=held)) == [["t.2", "t.3"]]
+    assert skipped(store) == {"over_sampled": 4}, "the fifth and sixth attempt's"

@@ -19,6 +19,7 @@ from tracegrad.store.ledger.intake import (
     Intake,
     IntakeState,
 )
+from tracegrad.store.ledger.leases import OverSample
 
 
 @pytest.fixture
@@ -186,6 +187,43 @@ def test_rollouts_of_drivers_that_are_gone_block_nobody_for_ever(
     assert room(intake) == 3, "the one that had a call stands for itself"
 
 
+def test_a_whole_group_takes_its_places_however_long_it_waits(
+    intake: Intake, store: Store, fake_clock: FakeClock
+) -> None:
+    intake.request(intake_request(in_flight=4, silent_s=100.0))
+    for n in range(2):
+        store.append(rollout_events(f"r{n}", at=fake_clock.now + n))
+    fake_clock.advance(500)
+    intake.renew("me")
+    assert room(intake) == 2
+
+
+def test_what_another_trainer_leased_takes_no_place(
+    intake: Intake, store: Store, fake_clock: FakeClock
+) -> None:
+    for n in range(2):
+        store.append(rollout_events(f"r{n}", at=fake_clock.now + n))
+    lease(Ledger(store), owner="other")
+    intake.request(intake_request(max_staleness=0))
+    assert room(intake) == 4
+
+
+def test_attempts_that_were_cut_and_still_run_make_no_group(
+    intake: Intake, store: Store, fake_clock: FakeClock
+) -> None:
+    """Else the next batch would wait for what it is not made of."""
+    intake.request(intake_request(groups=1, attempts=4, in_flight=4))
+    for n in range(2):
+        store.append(rollout_events(f"r{n}", task="t", at=fake_clock.now + n))
+        open_rollout(store, f"slow{n}", fake_clock)
+    ledger = Ledger(store)
+    commit(ledger, lease(ledger, over_sample=OverSample(2, "first")))
+    state = intake.state()
+    assert state.counts is not None
+    assert (state.counts.open, state.counts.cut, state.counts.groups) == (2, 2, 0)
+    assert (state.capacity.rollouts, state.reason) == (4, "")
+
+
 def test_a_trainer_that_died_holds_nobody_back(intake: Intake, fake_clock: FakeClock) -> None:
     intake.request(intake_request(in_flight=4))
     intake.ask(4)
@@ -213,8 +251,7 @@ def test_the_time_that_drivers_waited_is_summed(intake: Intake, fake_clock: Fake
     fake_clock.advance(1)
     intake.ask(2, waited_s=3.0)
     intake.ask(2, waited_s=0.5)
-    fake_clock.advance(1)
-    between = intake.now()
+    between = intake.now()  # at once: what is given at that moment is counted once
     assert intake.granted(after=began, until=between) == GrantedPlaces(4, 3.5)
     assert intake.granted(after=between, until=between + 9) == GrantedPlaces(0, 0.0)
 
@@ -223,6 +260,7 @@ def test_a_refusal_says_when_to_ask_again(intake: Intake, fake_clock: FakeClock)
     intake.request(intake_request(max_staleness=0, step_s=8.0), stepped=True)
     intake.ask(4)
     fake_clock.advance(3)
+    intake.request(intake_request(max_staleness=0, step_s=8.0))  # not by a step
     assert intake.ask(2).state.retry_after_s == pytest.approx(5.0)
 
 

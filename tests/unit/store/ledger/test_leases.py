@@ -84,6 +84,16 @@ def test_an_incomplete_group_waits_then_goes_smaller(store: Store, ledger: Ledge
     assert lease(ledger, size=4, incomplete_after_s=5) == [], "one rollout is no group"
 
 
+def test_an_incomplete_group_waits_from_its_last_rollout_on(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    for n, age_s in enumerate((500, 50)):
+        store.append(rollout_events(f"r{n}", at=fake_clock.now - age_s))
+    assert lease(ledger, size=4, incomplete_after_s=60) == []
+    fake_clock.advance(20)
+    assert ids(lease(ledger, size=4, incomplete_after_s=60)) == [["r0", "r1"]]
+
+
 def test_a_rollout_without_a_task_is_a_group_of_one(store: Store, ledger: Ledger) -> None:
     store.append(rollout_events("solo", task=None))
     store.append(rollout_events("duo", task=None))

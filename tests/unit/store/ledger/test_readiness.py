@@ -9,10 +9,11 @@ import pytest
 from sqlalchemy import insert, update
 
 from support.store.events import rollout_events
-from support.store.ledger_fixtures import commit, fill, lease
+from support.store.ledger_fixtures import FakeClock, commit, fill, ids, lease, turn_ids
+from support.store.ledger_fixtures import fake_clock as fake_clock
 from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome, Reward
-from tracegrad.store import Ledger, Store, lease_by_rollout
+from tracegrad.store import Group, Ledger, Store, lease_by_rollout
 from tracegrad.store.ledger import ledger as ledger_module
 from tracegrad.store.models import Leases, Rewards
 from tracegrad.store.rows import column_values
@@ -193,3 +194,38 @@ def test_of_two_rewards_at_once_the_one_with_the_higher_number_counts(
         [group] = lease(ledger, groups=1, size=1)
     assert group.rollouts[0].reward == 0.5 == store.rollout("t0.0").summary.reward
     assert store.late_rewards().rewards == 0
+
+
+def test_only_what_was_consumed_since_the_last_step_is_counted(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    fill(store, tasks=4, size=2)
+    first, second, third, fourth = lease(ledger, groups=4)
+
+    def pass_over(group: Group) -> None:
+        skipped = dict.fromkeys(turn_ids(group), "stale")
+        ledger.commit_skipped(skipped, ids([group])[0], lease_by_rollout([group]))
+        fake_clock.advance(1)
+
+    pass_over(first)
+    assert ledger.readiness(group_size=2).passed == {"stale": 4}
+    commit(ledger, [second])
+    fake_clock.advance(1)
+    assert ledger.readiness(group_size=2).passed == {}
+    pass_over(third)
+    assert ledger.readiness(group_size=2).passed == {"stale": 4}
+    skipped = dict.fromkeys(turn_ids(fourth), "non_finite")
+    commit(ledger, [fourth], step=2, trained=[], skipped=skipped)
+    assert "non_finite" not in ledger.readiness(group_size=2).passed, "a step's own are its"
+
+
+def test_what_is_left_of_a_task_is_a_smaller_group_in_time(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    """Not one rollout alone, which is never a group."""
+    store.append(rollout_events("alone", task="a", at=fake_clock.now - 500))
+    assert ledger.readiness(group_size=4, incomplete_after_s=600).smaller_in_s is None
+    for n, age_s in enumerate((400, 101)):
+        store.append(rollout_events(f"b{n}", task="b", at=fake_clock.now - age_s))
+    found = ledger.readiness(group_size=4, incomplete_after_s=600)
+    assert found.smaller_in_s == pytest.approx(500.0)
