@@ -275,3 +275,23 @@ def test_a_wrong_limit_is_one_clear_error(monkeypatch: pytest.MonkeyPatch, size:
     monkeypatch.setenv("TRACEGRAD_JOURNAL_BYTES", size)
     with pytest.raises(ValueError, match=r"TRACEGRAD_JOURNAL_BYTES: .* is no number of bytes"):
         journal.journal_size_limit()
+
+
+def test_room_of_full_files_is_free_again_once_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "SEGMENT_BYTES", 32)
+    one = Journal(tmp_path / "url", 200)
+    for _ in range(20):
+        for record in records(range(10, 20)):
+            one.append(record)
+        while (batch := one.read(8, 100)) is not None:
+            one.acknowledge(batch)
+
+
+def test_journals_of_other_processes_take_room_too(mine: Journal) -> None:
+    [record] = records(range(1))
+    mine.others_bytes = LIMIT - len(record) - 1
+    mine.append(record)
+    with pytest.raises(JournalFull):
+        mine.append(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tracemalloc
 import uuid
@@ -61,6 +62,35 @@ def test_another_body_or_rollout_is_no_repeat(rig: ProxyWithEngine) -> None:
     rig.http.post("/rollouts/r2/v1/chat/completions", json={"messages": HELLO}, headers=AGAIN)
     assert len(rig.engine.requests) == 3
     assert (len(rig.turns("r1")), len(rig.turns("r2"))) == (2, 1)
+
+
+def test_another_rollout_by_its_header_or_another_path_is_no_repeat(rig: ProxyWithEngine) -> None:
+    body = {"messages": HELLO, "prompt": "Hello"}
+    for rollout_id, path in (("r1", "chat/completions"), ("r2", "chat/completions")):
+        named = {"x-tracegrad-rollout": rollout_id, **AGAIN}
+        rig.http.post(f"/v1/{path}", json=body, headers=named).raise_for_status()
+    named = {"x-tracegrad-rollout": "r1", **AGAIN}
+    rig.http.post("/v1/completions", json=body, headers=named).raise_for_status()
+    assert len(rig.engine.requests) == 3
+    assert (len(rig.turns("r1")), len(rig.turns("r2"))) == (2, 1)
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_repeated_stream_ends_as_the_first_one_did(rig: ProxyWithEngine, usage: bool) -> None:
+    asked = {"messages": HELLO, "stream": True, "stream_options": {"include_usage": usage}}
+
+    def end_of(headers: dict[str, str]) -> list[object]:
+        """Of the choice, and the counts where they were asked for."""
+        text = rig.http.post(CHAT, json=asked, headers=headers).text
+        chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+        ends = [c for chunk in chunks for c in chunk["choices"] if c.get("finish_reason")]
+        counts = [chunk["usage"] for chunk in chunks if chunk.get("usage")]
+        return [[(end["finish_reason"], end["stop_reason"]) for end in ends], counts]
+
+    first = end_of({})
+    assert end_of(AGAIN) == first
+    assert bool(first[1]) == usage
+    assert len(rig.turns()) == 1
 
 
 def test_parallel_samples_of_one_prompt_are_turns_of_their_own(rig: ProxyWithEngine) -> None:

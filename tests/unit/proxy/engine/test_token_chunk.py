@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tracegrad.chat.call import Call
 from tracegrad.events import Json
 from tracegrad.proxy.dialects.openai_chat import ChatStreamWriter, OpenAIChatDialect
+from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.engine.stream import EngineStream
 from tracegrad.proxy.engine.token_chunk import MOST_PENDING, TokenChunkReader
 from tracegrad.proxy.http import sse
@@ -125,6 +126,50 @@ def test_words_and_tokens_are_the_same_either_way(
 def test_any_other_chunk_is_read_as_json(odd: bytes, tokens_are_shown: bool) -> None:
     usual = [a_chunk({"content": text}, [(at, -at / 8)]) for at, text in enumerate("abc")]
     check([*usual, odd, *usual], return_token_ids=tokens_are_shown, logprobs=tokens_are_shown)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        [([5], [-1.0, -2.0])],
+        [([5, 6], [-1.0])],
+        # As many of both in all: taken together they would be shifted by one.
+        [([5, 6], [-1.0]), ([7], [-2.0, -3.0])],
+        [([5], [-1.0, -2.0]), ([6, 7], [-3.0])],
+    ],
+)
+@pytest.mark.parametrize("as_json", [True, False])
+def test_log_probabilities_that_are_not_one_a_token_drop_all_tokens(
+    odd: list[tuple[list[int], list[float]]], as_json: bool
+) -> None:
+    usual = a_chunk({"content": "a"}, [(4, -0.5)])
+    chunks = [a_chunk({"content": "b"}, [(0, v) for v in values], token_ids=i) for i, values in odd]
+    _, (replies, _, _) = shown_and_recorded([usual, *chunks, usual], a_call(), as_json=as_json)
+    [reply] = replies
+    assert (reply.discard_reason, len(reply.token_ids), len(reply.logprobs)) == ("no_tokens", 0, 0)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_one_missing_log_probability_drops_all_tokens(at: int) -> None:
+    tokens = [(number, -9999.0 if number == at else -1.0) for number in range(3)]
+    _, (replies, _, _) = shown_and_recorded(
+        [a_chunk({"content": "a"}, tokens)], a_call(), as_json=True
+    )
+    assert [reply.discard_reason for reply in replies] == ["no_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("count", "versions"),
+    [(0, []), (2, [(4, 2)]), (3, [(4, 3)]), (4, [(4, 3), (5, 1)]), (5, [(4, 3), (5, 2)])],
+)
+def test_a_reply_is_cut_with_its_versions(count: int, versions: list[tuple[int, int]]) -> None:
+    reply = SampledCompletion()
+    reply.add([1, 2, 3], [-1.0, -2.0, -3.0], 4)
+    reply.add([4, 5], [-4.0, -5.0], 5)
+    reply.truncate(count)
+    assert reply.versions == versions
+    assert reply.token_ids.tolist() == [1, 2, 3, 4, 5][:count]
+    assert reply.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0][:count]
 
 
 def test_few_chunks_are_kept_unread() -> None:

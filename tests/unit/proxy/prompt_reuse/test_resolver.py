@@ -242,6 +242,17 @@ def test_a_branch_off_an_earlier_turn_has_it_as_parent(rig: ProxyWithEngine) -> 
     assert [turn.parent_id for turn in branches] == [first.turn_id] * 2
 
 
+def test_rollouts_in_which_the_same_was_said_go_on_by_themselves(rig: ProxyWithEngine) -> None:
+    rig.engine.replies += [Answer("same"), Answer("same"), Answer("on")]
+    start = [user("go"), says("same"), user("more")]
+    for rollout_id, messages in (("r1", start[:1]), ("r2", start[:1]), ("r1", start)):
+        asked = rig.http.post(f"/rollouts/{rollout_id}{CHAT}", json={"messages": messages})
+        asked.raise_for_status()
+    first, second = rig.turns("r1")
+    assert second.parent_id == first.turn_id
+    assert len(rig.turns("r2")) == 1
+
+
 def test_untitled_calls_find_their_conversation(rig: ProxyWithEngine) -> None:
     rig.engine.replies += [
         Answer("alpha"),
