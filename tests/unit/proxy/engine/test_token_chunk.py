@@ -144,7 +144,9 @@ def test_log_probabilities_that_are_not_one_a_token_drop_all_tokens(
 ) -> None:
     usual = a_chunk({"content": "a"}, [(4, -0.5)])
     chunks = [a_chunk({"content": "b"}, [(0, v) for v in values], token_ids=i) for i, values in odd]
-    _, (replies, _, _) = shown_and_recorded([usual, *chunks, usual], a_call(), as_json=as_json)
+    # Behind the push, so that no change of the version comes between them.
+    chunks = [*[usual] * 6, *chunks, usual]
+    _, (replies, _, _) = shown_and_recorded(chunks, a_call(), as_json=as_json)
     [reply] = replies
     assert (reply.discard_reason, len(reply.token_ids), len(reply.logprobs)) == ("no_tokens", 0, 0)
 
