@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.trainer.row_samples import rows
+from support.trainer.batch_samples import Rollout
+from support.trainer.row_samples import rows, turn
 from tracegrad_trainer.batches import (
     MicroBatch,
     PackingRule,
@@ -19,6 +20,7 @@ from tracegrad_trainer.batches import (
     pack,
     packing_stats,
     plan_packing,
+    rows_of,
     shares_rows,
 )
 from tracegrad_trainer.batches.aligned_packing import plan_cost
@@ -273,6 +275,19 @@ def test_parts_have_about_as_many_targets(parts: int, seed: int) -> None:
     longest = max(int(row.keep.sum()) for row in ROWS)
     assert len(found) == parts
     assert max(sizes) - min(sizes) <= 2 * longest
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rollout_is_in_the_part_that_has_most_of_it(seed: int) -> None:
+    """One of three times the other's targets: two parts, whichever comes first."""
+    made = [
+        row
+        for name, targets in (("short", 2), ("long", 6))
+        for row in rows_of(
+            Rollout(name, 1.0, [turn(name, [1], range(targets))]), group_id="g", advantages=[1.0]
+        )
+    ]
+    assert sorted(mini_batches(made, 2, seed=str(seed))) == [[0], [1]]
 
 
 def test_the_seed_decides_which() -> None:

@@ -132,6 +132,10 @@ def test_failures_at_great_length_are_left_out_and_counted() -> None:
         assert "b" in chosen.trained, "an expert's turns are no failure"
     for bound in ({"negative_max_tokens": 6}, {"negative_max_turns": 3}, {}):
         assert selected([task], advantages=ipa, **bound).skipped == {}
+    # A return of 0 is a failure's as well.
+    plain = objective("ipa", centre=False)
+    chosen = selected([task], advantages=plain, negative_max_turns=2)
+    assert chosen.skipped == dict.fromkeys("cde", "long_negative")
 
 
 def test_another_reason_of_a_long_failure_stays_the_answer() -> None:

@@ -79,15 +79,41 @@ def test_bounds_are_a_matter_of_scale(some: list[float]) -> None:
     low, high = plain.interval(ALPHA)
     assert scaled.interval(ALPHA) == pytest.approx((4 * low - 1, 4 * high - 1))
     if some:
+        assert scaled.mean == pytest.approx(4 * np.mean(some) - 1)
         assert low <= np.mean(some) + 1e-9
         assert high >= np.mean(some) - 1e-9
+
+
+BETS = [1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4]
+
+
+def capital(some: list[float], mean: float) -> float:
+    return sum(math.prod(1 - bet + bet * x / mean for x in some) for bet in BETS) / len(BETS)
+
+
+def test_intervals_end_where_the_evidence_does() -> None:
+    """Each end is wrong with half of the probability, and of a difference with a quarter."""
+    arms = [1.0] * 25 + [0.25] * 4, [0.0] * 25 + [0.75] * 3
+    grid = [point / 200 for point in range(201)]
+
+    def ends(some: list[float], wrong: float) -> tuple[float, float]:
+        other = [1 - x for x in some]
+        above = [m for m in grid[1:] if capital(some, m) >= 1 / wrong]
+        below = [m for m in grid[:-1] if capital(other, 1 - m) >= 1 / wrong]
+        return max(above), min(below)
+
+    candidate, baseline = (RewardSample(rewards=some) for some in arms)
+    for arm, some in ((candidate, arms[0]), (baseline, arms[1])):
+        assert arm.interval(ALPHA) == pytest.approx(ends(some, ALPHA / 2))
+    (low, high), (other_low, other_high) = (ends(some, ALPHA / 4) for some in arms)
+    found = compare(candidate, baseline, ALPHA)
+    assert found.difference == pytest.approx((low - other_high, high - other_low))
 
 
 def test_one_bet_by_hand() -> None:
     """One reward of 1: each bet's capital is 1 - theta + theta / m, and they are averaged."""
     sample = RewardSample(rewards=[1.0])
-    bets = [1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4]
-    at_half = sum(1 - bet + 2 * bet for bet in bets) / len(bets)
+    at_half = sum(1 - bet + 2 * bet for bet in BETS) / len(BETS)
     assert sample.log_above()[99] == pytest.approx(math.log(at_half))  # the grid's 0.5
 
 

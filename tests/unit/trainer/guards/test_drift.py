@@ -121,6 +121,46 @@ def test_a_rollback_keeps_no_version_of_the_group_in_which_it_began() -> None:
     assert alarm.last_good == 4
 
 
+def test_before_the_first_version_there_is_none_to_return_to() -> None:
+    guards = DriftGuards(GuardSettings(baseline=16))
+    calm = Behaviour(False, False, False, False, 10)
+    asks = Behaviour(False, False, True, False, 10)
+    for _ in range(16):
+        assert not guards.observe([[_of(calm, 0)]])
+    [alarm] = next(found for _ in range(20) if (found := guards.observe([[_of(asks, 0)]])))
+    assert alarm.last_good is None
+    assert guards.good_versions() == set()
+
+
+def _of(behaviour: Behaviour, version: int, reward: float | None = 1.0) -> ObservedRollout:
+    return ObservedRollout(behaviour, version, reward)
+
+
+def test_a_group_is_unsolved_where_its_best_attempt_is() -> None:
+    """And where it is known of all: one that has no reward yet may have solved the task."""
+    guards = DriftGuards(GuardSettings(watch=("unsolved",), solved_from=0.5))
+
+    def shares(*rewards: float | None) -> dict[str, float]:
+        calm = Behaviour(False, False, False, False, 10)
+        return dict(guards.group_shares([_of(calm, 1, reward) for reward in rewards]))
+
+    assert shares(0.0, 0.49) == {"unsolved": 1}
+    assert shares(0.0, 0.5) == {"unsolved": 0}
+    assert shares(0.0, None) == shares(0.0) == {}
+
+
+def test_replies_are_held_against_the_baselines_lengths() -> None:
+    """Long is above twice the baseline's 10 tokens, short below half of them."""
+    guards = DriftGuards(GuardSettings(baseline=16, watch=("long_replies", "short_replies")))
+
+    def shares(tokens: int) -> dict[str, float]:
+        return dict(guards.group_shares([_of(Behaviour(False, False, False, False, tokens), 1)]))
+
+    assert [shares(10) for _ in range(16)] == [{}] * 16
+    found = [(shares(n)["short_replies"], shares(n)["long_replies"]) for n in (4, 5, 20, 21)]
+    assert found == [(1, 0), (0, 0), (0, 0), (0, 1)]
+
+
 def test_after_an_alarm_the_signal_begins_anew() -> None:
     draw = random.Random(5)
     guards = DriftGuards(GuardSettings(baseline=32))
@@ -155,6 +195,7 @@ def test_state_goes_on_where_it_was(hack: str) -> None:
 def test_limits_on_a_steps_own_figures() -> None:
     guards = DriftGuards(GuardSettings(min_entropy=0.1, max_kl=0.5))
     assert not guards.check_step(0.2, 0.4)
+    assert not guards.check_step(0.1, 0.5)
     assert not guards.check_step(None, None)
     low, high = guards.check_step(0.05, 0.6)
     assert low.message == "entropy: 0.05 nats a token, below guards.min_entropy = 0.1"

@@ -102,13 +102,14 @@ def test_by_policy_version_gap() -> None:
     given = tokens(
         [math.log(1.5), 0.0, 0.0],
         old=[0.0] * 3,
-        mu=[-0.1, -0.3, 0.3],
+        mu=[-0.1, -0.3, 0.2],
         turn=[0, 1, 2],
         version=[3, 3, 4],
     )
     metrics = metrics_of(preset("grpo"), given)
     assert metrics["k1_lag_1"] == pytest.approx(-0.2)
-    assert metrics["k1_lag_0"] == pytest.approx(0.3)
+    assert metrics["k1_lag_0"] == pytest.approx(0.2)
+    assert metrics["gap_max"] == pytest.approx(0.2)  # not of the older version's
     assert metrics["clipped_lag_1"] == 0.5
     assert metrics["clipped_lag_0"] == 0
     assert metrics["tokens_lag_1"] == 2

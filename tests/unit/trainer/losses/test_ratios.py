@@ -73,6 +73,13 @@ def test_no_ratio_leaves_what_exp_can_hold(name: str) -> None:
     assert ratios(name, far) == pytest.approx([math.exp(20)] * 4 + [math.exp(-20)] * 4)
 
 
+def test_beyond_its_bound_a_product_has_no_gradient() -> None:
+    """Rows whose logs come to 21 and to 19.5."""
+    far = tokens([0.0] * 4, old=[-10.5] * 2 + [-9.75] * 2, turn=[0, 0, 1, 1], row=[0, 0, 1, 1])
+    within = 2 * math.exp(19.5)
+    assert ratio_slopes("product", far) == pytest.approx([0, 0, within, within])
+
+
 @pytest.mark.parametrize("name", list(RATIOS))
 def test_an_experts_tokens_enter_no_ratio(name: str) -> None:
     """The second turn is the expert's: the others' ratios are as if it were not there."""
@@ -144,6 +151,22 @@ def test_reject_is_by_the_mean_of_its_statistic(stat: str, values: list[float]) 
     for bound in (0.01, 0.5, 0.7, 1.0):
         found, _ = weights("reject", "turn", reject_stat=stat, correction_cap=bound)
         assert found == [float(value <= bound) for value in values]
+
+
+@pytest.mark.parametrize("stat", ["ratio", "k1", "k2", "k3"])
+def test_what_both_engines_agree_on_is_not_rejected(stat: str) -> None:
+    """w is 1 and the other statistics are 0, which is their floor unless another is set."""
+    chosen = {"correction": "reject", "correction_level": "turn", "reject_stat": stat}
+    done = compute_loss(preset("grpo", **chosen), tokens([-1.0, -2.0], turn=[0, 1]))
+    assert done.weight.tolist() == [1, 1]
+    assert not done.corrected.any()
+
+
+@pytest.mark.parametrize(("floor", "cap"), [(1.0, 2.0), (0.5, 1.0)])
+def test_the_bounds_of_w_are_within(floor: float, cap: float) -> None:
+    bounds = {"correction_floor": floor, "correction_cap": cap}
+    done = compute_loss(preset("grpo", correction="mis", **bounds), tokens([-1.0]))
+    assert done.weight.tolist() == [1]
 
 
 def test_icepop_is_mis_of_tokens() -> None:

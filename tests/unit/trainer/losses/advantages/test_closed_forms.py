@@ -182,6 +182,11 @@ def test_the_deciding_turn_is_the_one_that_is_chosen(chosen: str, expected: list
     assert values("ipa", [rollout], gamma=0.5, deciding_turn=chosen) == [expected]
 
 
+def test_a_turn_whose_own_reward_is_0_decides_nothing() -> None:
+    rollout = scored(1.0, turn_rewards=[1, 0])
+    assert values("ipa", [rollout], gamma=0.5, deciding_turn="rewarded") == [[1.0, 0.5]]
+
+
 @pytest.mark.parametrize("chosen", ["marked", "rewarded", "last"])
 def test_where_no_turn_is_named_the_last_one_decides(chosen: str) -> None:
     rollout = scored(1.0, turn_rewards=[0, -1, 0])

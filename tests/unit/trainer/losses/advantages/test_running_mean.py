@@ -21,11 +21,11 @@ def test_by_hand() -> None:
     memory: AdvantageMemory = {}
     # Nothing is known: 0, and the first rewards set the means.
     assert values("running", of(2.0), memory, running_decay=0.5) == [[0.0]]
-    # Both against 2; then the mean is 1/4 x 2 + 3/4 x mean(4, 0).
-    assert values("running", of(4.0, 0.0), memory, running_decay=0.5) == [[2.0], [-2.0]]
-    assert memory["running"]["tasks"] == {"t": 2.0}
-    assert values("running", of(1.0), memory, running_decay=0.5) == [[-1.0]]
-    assert memory["running"] == {"tasks": {"t": 1.5}, "agents": {"a": 1.5}}
+    # Both against 2; then the mean is 1/4 x 2 + 3/4 x mean(4, 1).
+    assert values("running", of(4.0, 1.0), memory, running_decay=0.5) == [[2.0], [-1.0]]
+    assert memory["running"]["tasks"] == {"t": 2.375}
+    assert values("running", of(1.0), memory, running_decay=0.5) == [[-1.375]]
+    assert memory["running"] == {"tasks": {"t": 1.6875}, "agents": {"a": 1.6875}}
 
 
 def test_a_new_task_is_compared_with_its_agents_mean() -> None:

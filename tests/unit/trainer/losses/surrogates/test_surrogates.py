@@ -99,12 +99,13 @@ def test_decoupled_ppo_by_hand() -> None:
 
 def test_decoupled_ppo_between_mu_and_pi_by_hand() -> None:
     """mu = 1/4 pi: a quarter of the way from mu, prox = mu^(3/4) pi^(1/4) = pi 4^(-3/4)."""
-    given = tokens([LN(0.4)], old=[-50.0], mu=[LN(0.1)], advantage=[-1.0])
+    given = tokens([LN(0.4)] * 2, old=[-50.0] * 2, mu=[LN(0.1)] * 2, advantage=[-1.0, 1.0])
     settings = preset("decoupled_ppo", prox="interpolated", prox_weight=0.25)
-    loss, gradient, _ = run(settings, given)
-    # prox/mu = 4^(1/4), pi/prox = 4^(3/4), the product pi/mu = 4.
-    assert loss == pytest.approx([4.0])
-    assert gradient == pytest.approx([4.0])
+    loss, gradient, clipped = run(settings, given)
+    # prox/mu = 4^(1/4), pi/prox = 4^(3/4): the product pi/mu = 4, or the clip's 1.2 in its place.
+    assert loss == pytest.approx([4.0, -(4**0.25) * 1.2])
+    assert gradient == pytest.approx([4.0, 0.0])
+    assert clipped == [False, True]
 
 
 def test_minirl_by_hand() -> None:
