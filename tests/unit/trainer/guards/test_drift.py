@@ -161,6 +161,15 @@ def test_replies_are_held_against_the_baselines_lengths() -> None:
     assert found == [(1, 0), (0, 0), (0, 0), (0, 1)]
 
 
+def test_lengths_need_no_second_baseline() -> None:
+    guards = DriftGuards(GuardSettings(baseline=16))
+    for _ in range(16):
+        assert not guards.observe([[_of(Behaviour(False, False, False, False, 10), 1)]])
+    long = [_of(Behaviour(False, False, False, False, 40), 2)]
+    [alarm] = next(found for _ in range(20) if (found := guards.observe([long])))
+    assert (alarm.signal, alarm.last_good) == ("long_replies", 1)
+
+
 def test_after_an_alarm_the_signal_begins_anew() -> None:
     draw = random.Random(5)
     guards = DriftGuards(GuardSettings(baseline=32))
