@@ -446,8 +446,13 @@ def add_error_handlers(app: FastAPI, shape: Callable[[str, ApiError], bytes]) ->
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            reason, at = first["ctx"]["error"], first["loc"][-1]
+            refused = BadRequest(f"the body is no JSON: {reason} at character {at}", status=422)
+            return refused.response()
         where = _where(first["loc"])
-        message = f"{where}: {first['msg']}" if where else str(first["msg"])
+        reason = str(first["msg"]).removeprefix("Value error, ")
+        message = f"{where}: {reason}" if where else reason
         return BadRequest(message, param=where or None, status=422).response()
 
     @app.exception_handler(HTTPException)

@@ -218,6 +218,22 @@ def test_a_bad_event_is_named_and_nothing_of_its_batch_stored(
     assert rig.store.rollouts() == []
 
 
+def test_a_body_that_is_no_json_is_said_to_be_none(rig: ProxyWithEngine) -> None:
+    answer = rig.http.post(
+        "/api/events", content="{bad", headers={"content-type": "application/json"}
+    )
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (422, None)
+    assert error["message"].startswith("the body is no JSON: ")
+    assert error["message"].endswith(" at character 1")
+
+
+def test_a_refusal_is_in_our_words_alone(rig: ProxyWithEngine) -> None:
+    answer = rig.http.post("/api/feedback", json={"thumbs": "up"})
+    assert answer.status_code == 422
+    assert answer.json()["error"]["message"] == "give one of rollout_id and response_id"
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "1e999", "1e308", "1000000.5", "-1e7"]
 )
