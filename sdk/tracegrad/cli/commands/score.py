@@ -58,7 +58,8 @@ def score_command(
     except (ProxyRefused, ValueError) as error:
         fail(str(error), USAGE_ERROR)
     except ProxyUnreachable as error:
-        fail(f"the proxy does not take it: {error}; is TRACEGRAD_URL right?", NO_PROXY)
+        at = "TRACEGRAD_URL" if url is None else f"--url {url}"
+        fail(f"the proxy does not take it: {error}; is {at} right?", NO_PROXY)
     if as_json:
         print_json(asdict(given))
     else:

@@ -179,7 +179,15 @@ def test_the_function_and_the_command_say_what_became_of_it(
         "tracegrad: VALUE: 'fine' is no number; give one, up, down or withdraw",
     )
     code, line = said("r1", "1", "--url", "http://127.0.0.1:1")
+    assert (code, "is --url http://127.0.0.1:1 right?" in line) == (3, True)
+    monkeypatch.setenv("TRACEGRAD_URL", "http://127.0.0.1:1")
+    code, line = said("r1", "1")
     assert (code, "is TRACEGRAD_URL right?" in line) == (3, True)
+    monkeypatch.setenv("TRACEGRAD_URL", rig.url)
+    assert said("r1", "1", "--url", "localhost:4141") == (
+        2,
+        "tracegrad: 'localhost:4141' is no proxy's address; write one like http://127.0.0.1:4141",
+    )
     code, line = said("r1", "up", "--json")
     assert orjson.loads(line)["rollout_id"] == "r1"
     comments = [each.comment for each in store.rewards("r1")]
