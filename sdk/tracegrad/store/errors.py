@@ -36,7 +36,7 @@ class StoreTooOld(StoreError):
 
 
 class StoreForeign(StoreError):
-    """The database holds another program's tables under names of ours."""
+    """Another program's tables are there: any in a file, on a server some with names of ours."""
 
 
 class StoreCorrupt(StoreError):

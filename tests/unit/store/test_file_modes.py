@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from support.system.log_lines import our_lines
 from tracegrad.atomic_file import atomic_write
 from tracegrad.events import RolloutStarted
 from tracegrad.store import Store
-from tracegrad.store.errors import StoreMissing
+from tracegrad.store.errors import StoreError, StoreMissing
 
 BIN = Path(sys.executable).parent
 
@@ -68,6 +70,23 @@ def test_an_older_laxer_one_is_closed_with_one_line_each(
     caplog.clear()
     write(f"sqlite:///{folder}/store.db", "r3").close()
     assert our_lines(caplog) == []
+
+
+@pytest.mark.parametrize("create", [False, True])
+@pytest.mark.parametrize("kind", ["database", "text"])
+def test_a_file_that_is_no_store_stays_as_it_is(tmp_path: Path, kind: str, create: bool) -> None:
+    file = tmp_path / "theirs.db"
+    if kind == "database":
+        with closing(sqlite3.connect(file)) as theirs:
+            theirs.execute("CREATE TABLE addresses (name TEXT)")
+    else:
+        file.write_text("notes, and no database at all\n" * 100)
+    file.chmod(0o644)
+    before = file.read_bytes()
+    with pytest.raises(StoreError, match="give the store a file of its own"):
+        Store.open(f"sqlite:///{file}", create=create)
+    assert file.read_bytes() == before
+    assert modes(tmp_path) == {"theirs.db": 0o644}
 
 
 def test_a_folder_that_others_share_stays_as_it_is(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,9 @@ from tracegrad.private_files import (
 )
 from tracegrad.store.databases.base import BUSY_TIMEOUT_S, Database
 from tracegrad.store.databases.json_columns import json_text, json_value
-from tracegrad.store.errors import StoreMissing, StoreUnavailable
+from tracegrad.store.errors import StoreForeign, StoreMissing, StoreUnavailable
+
+_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
 
 
 class SQLite(Database):
@@ -49,6 +51,7 @@ class SQLite(Database):
             if not create:
                 raise StoreMissing(f"no store at {path.absolute()}")
             self._make(path)
+        _refuse_foreign(path)  # before anything of it is changed
         # SQLite gives its log and shared memory the mode of the database; older ones may have
         # another.
         for file in (path, Path(f"{path}-wal"), Path(f"{path}-shm")):
@@ -113,6 +116,25 @@ def _open_file(path: Path, timeout_s: float) -> _FileConnection:
     # Now: a file of a container's image is another one once it is open for writing.
     opened.path, opened.file = path, _file_at(path)
     return opened
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A file that is no store: its mode, its journal and its tables stay as they are. One that
+    cannot be read just now is for whoever opens it. Raises StoreForeign, StoreUnavailable."""
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as there:
+            tables = [name for (name,) in there.execute(_TABLES)]
+    except sqlite3.OperationalError:
+        return
+    except sqlite3.DatabaseError as error:
+        reason = f"store {path}: {error}; give the store a file of its own"
+        raise StoreUnavailable(reason) from None
+    if tables and "rollouts" not in tables:
+        some = ", ".join(tables[:3]) + (", ..." if len(tables) > 3 else "")
+        raise StoreForeign(
+            f"store {path}: the file holds another program's tables ({some}):"
+            " give the store a file of its own"
+        )
 
 
 def _file_at(path: Path) -> tuple[int, int] | None:
