@@ -101,11 +101,12 @@ def problem_lines(error: ValidationError) -> list[str]:
     """A line for each wrong setting: its name, and what is wrong."""
     found = problems(error, TrainerSettings, SYNONYMS)
     for one in error.errors():
+        name = ".".join(map(str, one["loc"]))
+        if one["type"] == "missing":
+            found[name] = f"is not set: write it into the settings file, or give --set {name}=VALUE"
         if one["type"] == "model_type":
             table, given = one["loc"][-1], masked(repr(one["input"]))
-            found[".".join(map(str, one["loc"]))] = (
-                f"is a table of settings, not {given}: write [{table}] above them"
-            )
+            found[name] = f"is a table of settings, not {given}: write [{table}] above them"
     if "model" in found:
         found.pop("vllm", None)  # it is missing only because the model is
     return [": ".join(filter(None, problem)) for problem in found.items()]

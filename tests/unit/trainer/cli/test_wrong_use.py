@@ -38,6 +38,17 @@ def test_a_file_of_settings_that_is_none_is_named(
     assert "\n" not in str(error.value)
 
 
+def test_a_model_that_is_nowhere_given_is_named_with_where_to_give_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError) as error:
+        load_settings()
+    assert str(error.value) == (
+        "model: is not set: write it into the settings file, or give --set model=VALUE"
+    )
+
+
 def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> None:
     model = save_smallest_model(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"^optim: is a table of settings, not 3: .*\[optim\]"):
