@@ -91,6 +91,17 @@ def test_what_the_promoted_version_did_before_or_held_out_is_not_compared(run: S
     assert run.states() == {0: "promoted", 1: "candidate"}
 
 
+def test_what_the_promoted_version_did_before_the_candidate_came_is_not_compared(
+    run: ServedRun,
+) -> None:
+    history = run.store.version_history()
+    between = (history.promoted_at + history.records[1].created_at) / 2
+    sample(run, 0, [0.0] * 100, at=between - 1.0)  # a rollout lasts a second
+    sample(run, 1, [1.0] * 30)
+    assert "version 1 is evaluated: 30 of at most 40" in str(look(run))
+    assert run.states() == {0: "promoted", 1: "candidate"}
+
+
 def test_a_promotion_that_engines_refuse_leaves_the_promoted_version(run: ServedRun) -> None:
     run.pusher.refuses = "not today"
     sample(run, 0, [0.0, 0.0, 1.0, 0.0] * 50)

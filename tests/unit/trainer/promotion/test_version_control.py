@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from support.trainer.kept_versions import ServedRun
+from support.trainer.kept_versions import CountingPusher, ServedRun
 from tracegrad.store import Decision, Store
 from tracegrad_trainer.promotion.version_control import TrainingRolledBack
 
@@ -138,6 +138,19 @@ def test_what_cannot_be_is_refused_in_one_line(
     assert run.control.hold() is None
 
 
+@pytest.mark.parametrize("kind", ["promote", "rollback", "pin"])
+def test_a_version_whose_checkpoint_is_gone_is_refused(
+    store: Store, tmp_path: Path, kind: str
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1, 2)
+    run.no_checkpoint = {1}  # removed by hand, since
+    assert run.decide(kind, 1).refused == "step 1 has no checkpoint of its own"
+    assert store.current_version() == 2
+    assert store.version_history().promoted is None
+    assert run.control.hold() is None
+
+
 def test_a_version_without_a_checkpoint_is_not_kept(store: Store, tmp_path: Path) -> None:
     run = ServedRun(store, tmp_path)
     run.no_checkpoint = {2}
@@ -225,9 +238,39 @@ def test_an_engine_that_sleeps_is_waited_for(store: Store, tmp_path: Path) -> No
     run.serve(0, 1)
     run.pusher.can_roll_back = False
     assert run.decide("rollback", 0).acted_at is None
+    assert run.decide("pin", 1).acted_at is None, "decisions are acted on in order"
     run.pusher.can_roll_back = True
     run.control.look()
     assert store.current_version() == 0
+    assert store.open_decisions() == []
+
+
+def test_a_rollback_waits_for_the_first_push_of_a_run_that_begins(
+    store: Store, tmp_path: Path
+) -> None:
+    """What it is to replace would come after it, and be served."""
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1)
+    again = run.begin_again()
+    again._pusher = pusher = CountingPusher(tmp_path / "scratch" / "again")
+    who = {"by": "ann@host", "reason": "tested"}
+    store.decide(Decision(kind="rollback", version=0, training="continue", **who))  # type: ignore[arg-type]
+    again.look()
+    assert (len(store.open_decisions()), pusher.loaded) == (1, [])
+    pusher.push(1, 1.0)
+    again.look()
+    assert (store.open_decisions(), pusher.loaded) == ([], [1.0, 0.0])
+
+
+def test_what_is_served_again_stays_on_disk(store: Store, tmp_path: Path) -> None:
+    """A run that begins serves it from there."""
+    run = ServedRun(store, tmp_path, keep=1)
+    run.wanted = {1}
+    run.serve(0, 1, 2, 3)
+    run.decide("rollback", 1)
+    run.wanted = set()
+    run.decide("pin", 3)
+    assert run.kept() == [1, 3]
 
 
 def test_training_is_paused_and_goes_on(store: Store, tmp_path: Path) -> None:

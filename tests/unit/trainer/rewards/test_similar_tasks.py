@@ -44,6 +44,12 @@ def test_each_is_in_one_group_of_its_kind_and_similar_to_the_first(
         assert group == sorted(group, key=lambda task: (task.finished_at, task.rollout_id))
 
 
+def test_of_equally_similar_groups_the_oldest_is_joined() -> None:
+    words = [frozenset("ab"), frozenset("cd"), frozenset("ac")]  # the last: a third of either's
+    tasks = [TaskText(f"r{i}", float(i), "x", each) for i, each in enumerate(words)]
+    assert names(form_similar_groups(tasks, size=2, least=0.3)) == [["r0", "r2"], ["r1"]]
+
+
 @given(some_tasks(), st.integers(1, 5), LEAST)
 def test_nobody_stays_alone_who_was_like_an_earlier_group_with_room(
     tasks: list[TaskText], size: int, least: float
