@@ -504,19 +504,20 @@ def environment_held_out() -> bool:
     return said == "1"
 
 
-def proxy_url() -> str:
-    """Where the proxy is: TRACEGRAD_URL, or `http://127.0.0.1:4141`; no trailing slash.
+def proxy_url(given: str | None = None) -> str:
+    """Where the proxy is: `given`, TRACEGRAD_URL, or `http://127.0.0.1:4141`; no trailing slash.
 
     Raises:
-        ValueError: TRACEGRAD_URL is not the address of a server.
+        ValueError: what says it is not the address of a server.
     """
-    url = os.environ.get("TRACEGRAD_URL", "").strip() or DEFAULT_URL
+    url = given or os.environ.get("TRACEGRAD_URL", "").strip() or DEFAULT_URL
     try:
         return _base(url)
     except ValueError:
         shown = "it" if "@" in url else ascii(url)  # a password is nobody's to read
+        name = "url" if given else "TRACEGRAD_URL"
         raise ValueError(
-            f"TRACEGRAD_URL: {shown} is not the proxy's address; give scheme, host and port "
+            f"{name}: {shown} is not the proxy's address; give scheme, host and port "
             f"without /v1, such as {DEFAULT_URL}"
         ) from None
 

@@ -72,7 +72,7 @@ def feedback(
     body |= {key: one for key, one in (given | {"comment": comment}).items() if one is not None}
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
     sent = json.dumps(body).encode()
-    answer = json.loads(post_json(url or proxy_url(), FEEDBACK_PATH, sent, headers))
+    answer = json.loads(post_json(proxy_url(url), FEEDBACK_PATH, sent, headers))
     late = answer.get("after_training")
     return Feedback(
         reward_id=answer["reward_id"],

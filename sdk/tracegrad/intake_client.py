@@ -103,7 +103,7 @@ class IntakeView:
 
 def read_intake(url: str | None = None) -> IntakeView:
     """Takes no place. Raises ProxyUnreachable, ProxyRefused, and as `wait_for_intake`."""
-    answer = json.loads(get_json(url or proxy_url(), INTAKE_PATH))
+    answer = json.loads(get_json(proxy_url(url), INTAKE_PATH))
     return IntakeView(answer["paced"], answer["attempts"], answer["version"], answer["reason"])
 
 
@@ -132,7 +132,7 @@ class _Asking:
     def __init__(self, rollouts: int | None, timeout_s: float | None, url: str | None) -> None:
         self._rollouts = rollouts
         self._timeout_s = timeout_s
-        self._url = url or proxy_url()
+        self._url = proxy_url(url)
         self._began = time.monotonic()
         self._warned = False
         self.pause_s = 0.0

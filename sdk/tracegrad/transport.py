@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from tracegrad.protocol import DEFAULT_URL, FEEDBACK_PATH
+from tracegrad.protocol import FEEDBACK_PATH
 
 _log = logging.getLogger("tracegrad")
 
@@ -41,7 +41,7 @@ def post_json(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> b
     Raises:
         ProxyUnreachable: no answer, or one that says "later".
         ProxyRefused: a refusal; in the proxy's words.
-        ValueError: TRACEGRAD_API_KEY cannot be sent, or `url` is none.
+        ValueError: TRACEGRAD_API_KEY cannot be sent.
     """
     return _answered(url, path, body, {"Content-Type": "application/json", **headers})
 
@@ -55,8 +55,6 @@ def _answered(url: str, path: str, body: bytes | None, headers: Mapping[str, str
     sent = dict(headers)
     if (key := api_key()) is not None:
         sent["Authorization"] = f"Bearer {key}"
-    if urlsplit(url).scheme not in ("http", "https"):
-        raise ValueError(f"{url!r} is no proxy's address; write one like {DEFAULT_URL}")
     request = urllib.request.Request(url + path, body, sent)
     try:
         with _opener(url).open(request, timeout=REQUEST_TIMEOUT_S) as answer:

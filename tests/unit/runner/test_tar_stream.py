@@ -44,9 +44,9 @@ def special(kind: bytes, target: str = "") -> tarfile.TarInfo:
 def test_what_goes_in_belongs_to_whom_it_is_for(tmp_path: Path) -> None:
     (tmp_path / "work" / "deep").mkdir(parents=True)
     (tmp_path / "work" / "deep" / "file").write_text("x")
-    members = packed(tmp_path / "work", "home/work", FileOwner(1000, 1001), "home")
+    members = packed(tmp_path / "work", "home/files", FileOwner(1000, 1001), "home")
     assert [member.name for member in members] == [
-        *("home", "home/work", "home/work/deep", "home/work/deep/file")
+        *("home", "home/files", "home/files/deep", "home/files/deep/file")
     ]
     assert {(member.uid, member.gid, member.uname) for member in members} == {(1000, 1001, "")}
 

@@ -186,7 +186,8 @@ def test_the_function_and_the_command_say_what_became_of_it(
     monkeypatch.setenv("TRACEGRAD_URL", rig.url)
     assert said("r1", "1", "--url", "localhost:4141") == (
         2,
-        "tracegrad: 'localhost:4141' is no proxy's address; write one like http://127.0.0.1:4141",
+        "tracegrad: url: 'localhost:4141' is not the proxy's address; give scheme, host and port"
+        " without /v1, such as http://127.0.0.1:4141",
     )
     code, line = said("r1", "up", "--json")
     assert orjson.loads(line)["rollout_id"] == "r1"
