@@ -62,14 +62,17 @@ def test_three_of_four_calls_wait_for_those_before_them(
         shown = time_of(moments).stages
     by_wait = sorted(turns, key=lambda turn: seconds(turn, "engine_queue"))
     waits = [seconds(turn, "engine_queue") for turn in by_wait]
-    after = "decode" if stream else "inference"
-    work = [seconds(turn, after) for turn in by_wait]
+    stages = ("prefill", "decode") if stream else ("inference",)
+    work = [sum(seconds(turn, stage) for stage in stages) for turn in by_wait]
     assert waits[0] < work[0] / 4, "nobody was before it"
     for before in range(1, CALLS):
         # Of which it saw all, but what its predecessors had done before it came.
         assert sum(work[:before]) / 2 < waits[before] < sum(work[:before]) * 2
-        if stream:
-            assert seconds(by_wait[before], "prefill") < waits[before] / 4
+    if stream:
+        # Each prefill would be longer than its own wait if it held the wait too. Their sums are
+        # compared: where two cores are busy, one first token may be seen late.
+        prefills = [seconds(turn, "prefill") for turn in by_wait[1:]]
+        assert sum(prefills) < sum(waits) / 2
     assert "engine_queue" in shown
 
 
