@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from pydantic import AliasChoices, BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 SETTINGS_FILE = Path("tracegrad.toml")
@@ -77,10 +78,34 @@ def problems(
         (name := ".".join(map(str, one["loc"]))): (
             _unknown(name, settings, synonyms)
             if one["type"] == "extra_forbidden" and settings is not None
-            else one["msg"].removeprefix("Value error, ")
+            else one["msg"].removeprefix("Value error, ") + _from_environment(one, settings)
         )
         for one in error.errors()
     }
+
+
+def _from_environment(error: ErrorDetails, settings: type[BaseModel] | None) -> str:
+    """Which variable the value came from, if one has it: the file and the flags are looked through
+    in vain otherwise."""
+    if not error["loc"] or settings is None or not issubclass(settings, BaseSettings):
+        return ""
+    field, *rest = (str(part).upper() for part in error["loc"])
+    for name in _variables(settings).get(field.lower(), ()):
+        variable = "__".join((name, *rest))
+        if os.environ.get(variable) == str(error["input"]):
+            return f" (given by {variable})"
+    return ""
+
+
+def _variables(settings: type[BaseSettings]) -> dict[str, list[str]]:
+    """By a field's name the variables that set it."""
+    prefix = str(settings.model_config.get("env_prefix", ""))
+    found = {}
+    for name, field in settings.model_fields.items():
+        alias = field.validation_alias
+        others = alias.choices if isinstance(alias, AliasChoices) else [alias]
+        found[name] = [f"{prefix}{name.upper()}", *(str(each).upper() for each in others if each)]
+    return found
 
 
 def _unknown(name: str, settings: type[BaseModel], synonyms: Mapping[str, str]) -> str:
@@ -111,11 +136,7 @@ def unknown_variables(
     none of them. They are passed over, and not refused: a variable of another version, or one that
     is meant for another program, must not keep this one from starting."""
     prefix = str(settings.model_config.get("env_prefix", ""))
-    known: set[str] = set()
-    for name, field in settings.model_fields.items():
-        alias = field.validation_alias
-        others = alias.choices if isinstance(alias, AliasChoices) else [alias]
-        known |= {f"{prefix}{name.upper()}", *(str(other).upper() for other in others if other)}
+    known = {variable for names in _variables(settings).values() for variable in names}
     for variable in sorted(environ):
         top = variable.upper().partition("__")[0]
         if variable.upper().startswith(prefix) and top not in known:

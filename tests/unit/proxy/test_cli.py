@@ -114,6 +114,16 @@ def test_a_misspelt_variable_is_named_and_does_not_keep_it_from_starting(
     assert "in use" in rest, "it went on"
 
 
+def test_a_wrong_value_of_the_environment_names_its_variable(tmp_path: Path) -> None:
+    err = refused_here(tmp_path, TRACEGRAD_PROXY_PORT="abc")
+    assert err.startswith("tracegrad proxy: port: ")
+    assert err.endswith(" (given by TRACEGRAD_PROXY_PORT)\n")
+    flags = ("--port", "4000", "--upstream", "nothing")
+    err = refused_here(tmp_path, *flags, TRACEGRAD_PROXY_UPSTREAM="http://127.0.0.1:1")
+    assert err.startswith("tracegrad proxy: upstream: ")
+    assert "given by" not in err, "the flag's value is wrong, not the variable's"
+
+
 def test_a_port_in_use_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

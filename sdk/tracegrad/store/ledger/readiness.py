@@ -152,10 +152,13 @@ def _consumed_since_the_last_step(
     connection: Connection, tags: Mapping[str, str]
 ) -> tuple[Counter[str], Counter[str]]:
     """Rollouts by their outcome, and turns of scored ones by the reason that they were skipped."""
-    step = connection.scalar(select(func.max(Steps.step)))
-    # Of the clock that `consumed_at` has: the trainer's own may go otherwise.
-    last = select(func.max(TurnLedger.created_at)).where(TurnLedger.step == step)
-    since = (connection.scalar(last) or 0.0) if step is not None else 0.0
+    newest = select(Steps.step, Steps.created_at).order_by(Steps.step.desc()).limit(1)
+    since = 0.0
+    if (step := connection.execute(newest).first()) is not None:
+        # Of the clock that `consumed_at` has: the trainer's own, which wrote the step's row, may go
+        # otherwise. It is all that is left where the step's rollouts were pruned.
+        last = select(func.max(TurnLedger.created_at)).where(TurnLedger.step == step.step)
+        since = connection.scalar(last) or step.created_at
     consumed = (Rollouts.consumed_at > since, Rollouts.consumed_step.is_(None), has_tags(tags))
     scored = Rollouts.outcome.in_(SCORED_OUTCOMES)
     outcomes = select(Rollouts.outcome, func.count()).where(*consumed, ~scored)

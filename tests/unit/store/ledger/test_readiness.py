@@ -15,6 +15,7 @@ from support.store.ledger_fixtures import ledger as ledger
 from tracegrad.events import Outcome, Reward
 from tracegrad.store import Group, Ledger, Store, lease_by_rollout
 from tracegrad.store.ledger import ledger as ledger_module
+from tracegrad.store.maintenance import RetentionRule, RolloutSelection, prune
 from tracegrad.store.models import Leases, Rewards
 from tracegrad.store.rows import column_values
 from tracegrad.store.types import JUDGE_SOURCE
@@ -217,6 +218,27 @@ def test_only_what_was_consumed_since_the_last_step_is_counted(
     skipped = dict.fromkeys(turn_ids(fourth), "non_finite")
     commit(ledger, [fourth], step=2, trained=[], skipped=skipped)
     assert "non_finite" not in ledger.readiness(group_size=2).passed, "a step's own are its"
+
+
+def test_a_step_whose_rollouts_were_pruned_still_bounds_what_was_consumed(
+    store: Store, ledger: Ledger, fake_clock: FakeClock
+) -> None:
+    fill(store, tasks=3, size=2)
+    before, of_the_step, after = lease(ledger, groups=3)
+
+    def pass_over(group: Group) -> None:
+        skipped = dict.fromkeys(turn_ids(group), "stale")
+        ledger.commit_skipped(skipped, ids([group])[0], lease_by_rollout([group]))
+        fake_clock.advance(1)
+
+    pass_over(before)
+    commit(ledger, [of_the_step], created_at=fake_clock.now)
+    fake_clock.advance(1)
+    of = RolloutSelection(rollouts=tuple(ids([of_the_step])[0]))
+    assert prune(store, RetentionRule(selection=of))["rollouts"] == 2
+    assert ledger.readiness(group_size=2).passed == {}
+    pass_over(after)
+    assert ledger.readiness(group_size=2).passed == {"stale": 4}
 
 
 def test_what_is_left_of_a_task_is_a_smaller_group_in_time(

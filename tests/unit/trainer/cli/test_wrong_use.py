@@ -115,6 +115,16 @@ def test_a_misspelt_variable_is_named(
     assert "there is no such folder" in lines[3]
 
 
+def test_a_wrong_value_of_the_environment_names_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACEGRAD_TRAINER_OPTIM__LR", "fast")
+    with pytest.raises(SettingsError) as error:
+        load_settings(None, [f"model={save_smallest_model(tmp_path / 'model')}"])
+    assert str(error.value).startswith("optim.lr: ")
+    assert str(error.value).endswith(" (given by TRACEGRAD_TRAINER_OPTIM__LR)")
+
+
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
     file = tmp_path / "state"
     file.touch()
