@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from tracegrad.context import proxy_url
 from tracegrad.protocol import FEEDBACK_PATH
-from tracegrad.transport import post_json
+from tracegrad.transport import REQUEST_TIMEOUT_S, post_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +40,14 @@ def feedback(
     comment: str | None = None,
     idempotency_key: str | None = None,
     url: str | None = None,
+    timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Feedback:
     """Tell the proxy what an answer was worth; any time after it, from any process.
 
         feedback("up", response_id=completion.id)
 
     Waits for the proxy's answer, unlike `reward()`: call it from the code of an application, in a
-    thread where that must not wait (5 s at most).
+    thread where that must not wait.
 
     Args:
         value: a number, "up" (1) or "down" (0); None takes back what was given before.
@@ -57,10 +58,12 @@ def feedback(
         comment: why, for people to read.
         idempotency_key: the same one again changes nothing.
         url: the proxy; default TRACEGRAD_URL.
+        timeout_s: how long to wait for each part of the answer, in seconds.
 
     Raises:
         ProxyRefused: it is wrong; the message names the field.
-        ProxyUnreachable: the proxy does not answer, or cannot store it now.
+        ProxyUnreachable: the proxy does not answer in time, or cannot store it now. It may store
+            what it was sent all the same: try again with the same `idempotency_key`.
         ValueError: TRACEGRAD_URL or TRACEGRAD_API_KEY cannot be used.
     """
     body: dict[str, Any] = {"name": name, "scope": scope}
@@ -72,7 +75,7 @@ def feedback(
     body |= {key: one for key, one in (given | {"comment": comment}).items() if one is not None}
     headers = {} if idempotency_key is None else {"Idempotency-Key": idempotency_key}
     sent = json.dumps(body).encode()
-    answer = json.loads(post_json(proxy_url(url), FEEDBACK_PATH, sent, headers))
+    answer = json.loads(post_json(proxy_url(url), FEEDBACK_PATH, sent, headers, timeout_s))
     late = answer.get("after_training")
     return Feedback(
         reward_id=answer["reward_id"],

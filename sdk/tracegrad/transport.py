@@ -35,7 +35,13 @@ class ProxyRefused(Exception):
     """The proxy will never take this body; the message is its reason."""
 
 
-def post_json(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
+def post_json(
+    url: str,
+    path: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    timeout_s: float = REQUEST_TIMEOUT_S,
+) -> bytes:
     """One request of somebody who waits for the answer; its body. `url` as of `Transport`.
 
     Raises:
@@ -43,21 +49,24 @@ def post_json(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> b
         ProxyRefused: a refusal; in the proxy's words.
         ValueError: TRACEGRAD_API_KEY cannot be sent.
     """
-    return _answered(url, path, body, {"Content-Type": "application/json", **headers})
+    sent = {"Content-Type": "application/json", **headers}
+    return _answered(url, path, body, sent, timeout_s)
 
 
 def get_json(url: str, path: str) -> bytes:
     """As `post_json`, of a request that changes nothing."""
-    return _answered(url, path, None, {})
+    return _answered(url, path, None, {}, REQUEST_TIMEOUT_S)
 
 
-def _answered(url: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
+def _answered(
+    url: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_s: float
+) -> bytes:
     sent = dict(headers)
     if (key := api_key()) is not None:
         sent["Authorization"] = f"Bearer {key}"
     request = urllib.request.Request(url + path, body, sent)
     try:
-        with _opener(url).open(request, timeout=REQUEST_TIMEOUT_S) as answer:
+        with _opener(url).open(request, timeout=timeout_s) as answer:
             found: bytes = answer.read()
         return found
     except urllib.error.HTTPError as error:

@@ -20,7 +20,7 @@ from tracegrad_trainer.inference.vllm_process import VllmProcess
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 CALLS = 4
-TOKENS = 200
+TOKENS = 400
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ from tracegrad.feedback_client import Feedback, feedback
 from tracegrad.transport import ProxyRefused, ProxyUnreachable
 
 NO_PROXY = 3
+# A person waits longer than an application may: a busy proxy's store takes its time.
+PATIENCE_S = 60.0
 _LATE = {
     "trained": "training had taken its rewards: it is kept, and changes no step",
     "skipped": "training had skipped the rollout: it is kept, and changes nothing",
@@ -53,7 +55,14 @@ def score_command(
     which: dict[str, Any] = {"response_id" if response else "rollout_id": target}
     try:
         given = feedback(
-            _value(value), **which, turn=turn, scope=scope, name=name, comment=why, url=url
+            _value(value),
+            **which,
+            turn=turn,
+            scope=scope,
+            name=name,
+            comment=why,
+            url=url,
+            timeout_s=PATIENCE_S,
         )
     except (ProxyRefused, ValueError) as error:
         fail(str(error), USAGE_ERROR)

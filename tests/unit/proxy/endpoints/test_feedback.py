@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from support.engines.mock_engine import MODEL
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from tracegrad import Feedback, feedback
 from tracegrad.cli.app import app
+from tracegrad.cli.commands.score import PATIENCE_S
 from tracegrad.store import Store
 from tracegrad.transport import ProxyRefused, ProxyUnreachable
 
@@ -149,12 +151,21 @@ def test_a_rollout_that_nobody_knows_is_said(rig: ProxyWithEngine) -> None:
     assert give(rig.http, rollout_id="typo", thumbs="up")["unknown_rollout"] is True
 
 
+def test_who_gives_feedback_says_how_long_to_wait() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ProxyUnreachable, match="timed out"):
+            feedback(1.0, rollout_id="r1", url=url, timeout_s=0.01)
+
+
 def test_the_function_and_the_command_say_what_became_of_it(
     rig: ProxyWithEngine, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRACEGRAD_URL", rig.url)
     answered = chat_id(rig)
-    given = feedback("up", response_id=answered, scope="turn", idempotency_key="k")
+    given = feedback(
+        "up", response_id=answered, scope="turn", idempotency_key="k", timeout_s=PATIENCE_S
+    )
     assert given == Feedback(given.reward_id, "r1", 0, unknown_rollout=False, after_training=None)
     with pytest.raises(ProxyRefused, match="give one of rollout_id and response_id"):
         feedback(1.0)
