@@ -179,10 +179,11 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="the form that CI runs")
     short = parser.parse_args().short
     seeds, steps, tasks, required = (1, 10, 150, 0.2) if short else (3, 32, 200, 0.4)
-    # Weights that do not change are pushed and examined all the same: two steps show it.
-    still = 2 if short else None
+    chosen = variants(seeds=seeds, model_seeds=not short)
+    if short:  # an exam that rises by itself rises with shuffled rewards, too
+        chosen = [variant for variant in chosen if variant.rises or variant.drifts]
     _, wrong = run(
-        variants(seeds=seeds, model_seeds=not short, steps_without_learning=still),
+        chosen,
         steps=steps,
         tasks=tasks,
         required=required,

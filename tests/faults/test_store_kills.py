@@ -91,7 +91,7 @@ def _hears(told: dict[str, Acknowledged]) -> Callable[[list[Any]], None]:
     return hear
 
 
-@pytest.mark.parametrize(("url", "kills"), [("sqlite", 80), ("postgres", 40)], indirect=["url"])
+@pytest.mark.parametrize(("url", "kills"), [("sqlite", 40), ("postgres", 20)], indirect=["url"])
 def test_kills_of_writers_lose_nothing(url: str, kills: int, tmp_path: Path) -> None:
     writers_killed(url, tmp_path, kills)
 

@@ -31,7 +31,7 @@ def engine_url() -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize(("url", "kills"), [("sqlite", 15), ("postgres", 5)], indirect=["url"])
+@pytest.mark.parametrize(("url", "kills"), [("sqlite", 8), ("postgres", 4)], indirect=["url"])
 def test_a_killed_proxy_loses_no_call_that_a_client_saw_end(
     engine_url: str, url: str, tmp_path: Path, kills: int
 ) -> None:

@@ -110,10 +110,10 @@ def _steps(store: Store) -> int:
     return 0 if last is None else last.step
 
 
-def test_a_seed_rises_and_the_controls_do_not(controls: Controls) -> None:
-    """Learning rate 0 and shuffled rewards must leave held-out success where it was."""
+def test_a_seed_rises_and_a_control_does_not(controls: Controls) -> None:
+    """Shuffled rewards must leave held-out success where it was."""
     assert controls.code == 0, controls.output + controls.errors
-    assert controls.output.count(" yes") == 3, "a seed and two controls were measured"
+    assert controls.output.count(" yes") == 2, "a seed and a control were measured"
 
 
 def test_people_chat_in_every_dialect_while_it_is_trained(controls: Controls) -> None:
