@@ -51,28 +51,31 @@ def apply_rule(
     whose reward never varies are set aside, and released where attempts since say otherwise."""
     with store.reading() as connection:
         found = subject_health(connection, subjects, rule)
-    if not any(each.finding for each in found):
+    # No others are looked at in the transaction, which holds up whoever writes to the store.
+    to_decide = dict.fromkeys(health.subject for health in found if health.finding)
+    if not to_decide:
         return found
+    retry_on_conflict(lambda: _decide_by_rule(store, to_decide, rule))
+    with store.reading() as connection:
+        return subject_health(connection, subjects, rule)
 
-    def record() -> list[SubjectHealth]:
-        with store.exclusive() as connection:
-            # Once more: another asker may have decided the same meanwhile.
-            now = time.time()
-            for health in subject_health(connection, dict.fromkeys(subjects), rule):
-                if (finding := health.finding) is not None:
-                    decision = TaskDecision(
-                        subject=health.subject.kind,
-                        subject_id=health.subject.id,
-                        kind=finding.kind,
-                        by=finding.by,
-                        reason=finding.reason,
-                        evidence=finding.evidence,
-                        created_at=now,
-                    )
-                    _write(connection, decision)
-            return subject_health(connection, subjects, rule)
 
-    return retry_on_conflict(record)
+def _decide_by_rule(store: Store, subjects: Collection[Subject], rule: QuarantineRule) -> None:
+    with store.exclusive() as connection:
+        # Once more: another asker may have decided the same meanwhile.
+        now = time.time()
+        for health in subject_health(connection, subjects, rule):
+            if (finding := health.finding) is not None:
+                decision = TaskDecision(
+                    subject=health.subject.kind,
+                    subject_id=health.subject.id,
+                    kind=finding.kind,
+                    by=finding.by,
+                    reason=finding.reason,
+                    evidence=finding.evidence,
+                    created_at=now,
+                )
+                _write(connection, decision)
 
 
 def _write(connection: Connection, decision: TaskDecision) -> None:
