@@ -20,7 +20,7 @@ from tracegrad.store import RolloutFilter
 from tracegrad_trainer.batches import Pairing
 from tracegrad_trainer.batches.config import PredicatePath
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch.session import check_output_dir
+from tracegrad_trainer.launch.session import RANKS_GRACE_S, check_output_dir
 
 Preset = Literal["sft", "dpo", "kto"]
 
@@ -127,18 +127,26 @@ class SftSettings(BaseModel):
 
 
 # Of a settings file these are another command's; named for this one they are a mistake.
-_UNUSED_TABLES = ("data", "gpus", "guards", "promotion", "push", "resample", "rewards", "vllm")
+_UNUSED_TABLES = ("data", "guards", "promotion", "push", "resample", "rewards", "vllm")
 _UNUSED = {
     "max_steps": "set --epochs",
     "batches.drop_equal_reward": "there are no groups; leave it out",
-    "batches.max_staleness": "stored traces are learnt whatever their version; leave it out",
+    **dict.fromkeys(
+        ("batches.max_staleness", "batches.stale", "batches.stale_decay"),
+        "stored traces are learnt whatever their version; leave it out",
+    ),
     "batches.groups": "there are no groups; set --tokens-per-step",
     "batches.group_size": "there are no groups; set --tokens-per-step",
     "optim.scale_by_groups": "there are no groups; leave it out",
+    "checkpoint.every_steps": "set --save-every",
+    "checkpoint.every_s": "set --save-every",
+    "checkpoint.idle_s": "nothing is waited for; leave it out",
+    "checkpoint.stop_timeout_s": f"a stopped run has {RANKS_GRACE_S:.0f} s; leave it out",
     "checkpoint.keep_every": "set --save-every, and checkpoint.keep: so many stay",
     "checkpoint.resume_from": "the same command goes on from its last checkpoint; leave it out",
 }
-_STORE = "proxy.store"  # all that is used of the proxy's
+# All that is used of these tables.
+_USED_OF = {"gpus": "gpus.train", "proxy": "proxy.store"}
 
 
 def check_settings_used(sets: Sequence[str]) -> None:
@@ -146,7 +154,7 @@ def check_settings_used(sets: Sequence[str]) -> None:
     for given in sets:
         name = given.partition("=")[0].strip()
         table = name.partition(".")[0]
-        if table in _UNUSED_TABLES or (table == "proxy" and name != _STORE):
+        if table in _UNUSED_TABLES or _USED_OF.get(table, name) != name:
             raise ValueError(f"{name}: trainer sft does not use it; leave it out")
         if name in _UNUSED:
             raise ValueError(f"{name}: trainer sft does not use it: {_UNUSED[name]}")

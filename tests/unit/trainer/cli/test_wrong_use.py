@@ -65,6 +65,8 @@ def test_a_value_where_a_table_belongs_says_how_to_write_it(tmp_path: Path) -> N
         ("vllm.max_model_len=512", "leave it out"),
         ("gpus.share=false", "leave it out"),
         ("proxy.port=4242", "leave it out"),
+        ("checkpoint.every_steps=10", "set --save-every"),
+        ("checkpoint.stop_timeout_s=5", "leave it out"),
         ("checkpoint.keep_every=10", "set --save-every"),
         ("checkpoint.resume_from=3", "goes on from its last checkpoint"),
     ],
@@ -86,7 +88,7 @@ def test_sft_refuses_what_it_does_not_use(
 
 def test_every_setting_is_used_by_sft_or_refused(tmp_path: Path) -> None:
     """Of a table that it uses, all but those that are another command's."""
-    used = {"model", "reference", "state_dir", "ranks", "seed", "proxy.store"}
+    used = {"model", "reference", "state_dir", "ranks", "seed", "proxy.store", "gpus.train"}
     tables = {"batches", "objective", "optim", "fsdp", "checkpoint", "metrics"}
     for name in setting_names(TrainerSettings):
         table, _, leaf = name.partition(".")
