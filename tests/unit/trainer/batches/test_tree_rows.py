@@ -56,6 +56,16 @@ def test_a_rewritten_history_shares_what_it_left_as_it_was() -> None:
     assert ends_of(row) == [7, 7, 7, 5, 5, 7, 7]
 
 
+def test_a_completion_that_histories_leave_in_two_places_keeps_its_numbers_in_order() -> None:
+    a = turn("a", [1, 2], [3, 4, 5, 6, 7, 8])
+    first = turn("b", [1, 2, 3, 4, 9, 9, 9], [9, 9])
+    second = turn("c", [1, 2, 3, 4, 5, 6, 9, 9], [9])
+    (row,) = as_trees([a, first, second])
+    places = np.flatnonzero(row.turn_index == row.turn_ids.index("a"))
+    assert row.input_ids[places].tolist() == a.completion_token_ids.tolist()
+    assert row.rollout_logprobs[places].tolist() == a.completion_logprobs.tolist()
+
+
 def test_prompts_are_shared_as_far_as_they_are_alike_however_often_they_fork() -> None:
     a = turn("a", [1, 2], [3])
     turns = [

@@ -205,6 +205,8 @@ FORK = TokenVisibility(
         (ROWS, None, 4, [BLOCK] * 4),
         (ROW, None, 4 + 3 + 2 + 1, [BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK]),
         (ROW, BLOCK, 4 + 3, [BLOCK, *[2 * BLOCK - 1] * 3]),
+        # The last token of a block sees all of the block before it but the first.
+        (ROW, 2 * BLOCK - 1, 4 + 3 + 2, [BLOCK, 2 * BLOCK, *[3 * BLOCK - 2] * 2]),
         (FORK, None, 3 + 2, [BLOCK, 2 * BLOCK, 2 * BLOCK]),
     ],
 )
@@ -215,6 +217,7 @@ def test_blocks_hold_no_more_than_what_is_seen(
     made = visibility.block_mask(window)
     assert made.full_kv_num_blocks is not None
     assert int(made.kv_num_blocks.sum() + made.full_kv_num_blocks.sum()) == blocks
+    _check_block_mask(visibility, window, dense(visibility, window).numpy())
     places = torch.arange(len(visibility))
     found = [len(places[one.keys]) for one in visibility.query_blocks(BLOCK, window)]
     assert found == keys
