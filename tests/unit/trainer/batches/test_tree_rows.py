@@ -85,6 +85,9 @@ def test_the_longest_of_branches_that_begin_alike_is_found() -> None:
     later = [turn("z", [1, 2, 3], [7]), turn("w", [1, 2, 3, 4], [8])]
     (row,) = as_trees([*samples, *later])
     assert sorted(row.input_ids.tolist()) == [1, 2, 2, 3, 4, 7, 8]
+    of_second = turn("v", [3], [5], parent=samples[1])
+    (row,) = as_trees([*samples, of_second, later[1]])
+    assert sorted(row.input_ids.tolist()) == [1, 2, 2, 3, 4, 5, 8]
 
 
 def test_without_a_fork_or_a_common_beginning_rows_are_plain() -> None:
