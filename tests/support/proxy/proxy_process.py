@@ -36,6 +36,7 @@ class ProxyProcess:
         (`package.module.NAME`) that are others in this process."""
         self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.upstream = upstream
         self.log = log
         self._command = ["proxy", f"--port={self.port}", f"--upstream={upstream}"]
         self._command += [f"--store={store_url}"]

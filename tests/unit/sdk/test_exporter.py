@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ def test_events_on_the_wire() -> None:
     }
     finished = exporter.event_payload(RolloutFinished(rollout_id="r", outcome=Outcome.ABORTED))
     assert (finished["type"], finished["outcome"]) == ("rollout_finished", "aborted")
-    assert exporter.event_payload(given(1.0))["type"] == "reward"
+    reward = exporter.event_payload(replace(given(1.0), created_at=2.0))
+    assert (reward["type"], reward["given_at"]) == ("reward", 2.0)
+    said = replace(given(1.0), created_at=2.0, given_at=1.0)
+    assert exporter.event_payload(said)["given_at"] == 1.0
     span = Span(trace_id="0", span_id="0", name="n", start_ns=1, end_ns=2)
     assert exporter.event_payload(span)["type"] == "span"
 
@@ -313,6 +317,19 @@ def test_the_journals_of_a_proxy_have_a_limit_and_drops_are_counted(
     assert tracegrad.stats().dropped == {"journal_full": 100 - recorded}
     assert [event["value"] for event in kept(journals)] == list(range(recorded))
     assert caplog.text.count("tracegrad drops events (journal full)") == 1
+
+
+def test_a_record_that_is_too_large_is_dropped_and_counted(
+    proxy: FakeProxy, to: EventExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = given(1)
+    record, _ = exporter._encoded(event)
+    for bound in (len(record), len(record) - 1):
+        monkeypatch.setattr(exporter, "LARGEST_RECORD", bound)
+        to.put(event)
+    assert to.flush(60)
+    assert values(proxy) == [1]
+    assert tracegrad.stats().dropped == {"too_large": 1}
 
 
 def test_without_a_disk_events_wait_in_memory_and_are_dropped_by_count(

@@ -474,6 +474,8 @@ async def test_what_cannot_be_split_is_of_no_version_on_the_server_that_changed_
             await gate.set_version(5)
             assert not later.version_unknown, "all of it was sampled by 5"
             assert there.version_unknown
+            there.sent_to("a")  # the other one did not answer: what changed there was of nothing
+            assert (there.version, there.version_unknown) == (5, False)
 
 
 async def test_a_push_to_one_server_does_not_wait_for_tokens_of_another() -> None:

@@ -275,6 +275,8 @@ def test_scores_are_rewards_of_their_turn_or_rollout(rig: ProxyWithEngine) -> No
         ("reward", 1.0, None, "otel"),
     }
     assert len(rig.store.rewards(TRACE)) == 4
+    given = {r.name: r.given_at for r in rig.store.rewards(TRACE)}
+    assert given["polite"] == T0 / 1e9 + 7, "when its span ended"
     assert rig.store.rollout(TRACE).summary.reward == 1.0
 
 

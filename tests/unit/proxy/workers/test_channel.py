@@ -32,6 +32,27 @@ def test_messages_and_connections_come_in_order_until_the_other_side_ends() -> N
         theirs.receive()
 
 
+def test_no_connection_overtakes_what_waits_for_a_worker_that_does_not_read() -> None:
+    """One that was accepted behind a closed gate must not meet an open one."""
+    ours, theirs = Channel.pair()
+    client, connection = socket.socketpair()
+    with client, connection:
+        sent = 0
+        while not ours.is_blocked:
+            ours.send({"number": sent, "text": "x" * 10_000})
+            sent += 1
+        assert theirs.receive() is not None  # which makes room
+        assert not ours.send_connection(connection)
+        numbers = [0]
+        while ours.is_blocked or len(numbers) < sent:
+            ours.flush()
+            while (found := theirs.receive()) is not None:
+                assert found.message is not None
+                numbers.append(found.message["number"])
+        assert numbers == list(range(sent))
+        assert ours.send_connection(connection)
+
+
 def test_a_connection_for_which_there_is_no_file_is_lost_and_nothing_else() -> None:
     ours, theirs = Channel.pair()
     client, connection = socket.socketpair()

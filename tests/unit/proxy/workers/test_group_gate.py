@@ -35,7 +35,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def push(workers: Workers, what: str, **body: float) -> Json:
+def push(workers: Workers, what: str, **body: float | str) -> Json:
     url = f"{workers.proxy.url}/api/push/{what}"
     answer = httpx.post(url, json=body or None, headers=CONTROL, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -98,18 +98,26 @@ def waiting_calls(workers: Workers, pool: ThreadPoolExecutor) -> list[Future[htt
 def test_a_worker_that_starts_joins_the_closed_gate(
     workers: Workers, pool: ThreadPoolExecutor
 ) -> None:
+    engine = workers.proxy.upstream
     push(workers, "hold", ttl_s=300, drain_s=0)
     push(workers, "version", version=3)
-    killed = workers.pid_of(workers.clients[0])
+    push(workers, "hold", ttl_s=300, drain_s=0, upstream=engine)
+    push(workers, "version", version=4, upstream=engine)
+    killed, kept = map(workers.pid_of, workers.clients)
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: killed not in (found := workers.pids()) and len(found) == 2, 60)
+    with httpx.Client(base_url=workers.proxy.url, timeout=60, headers=CONTROL) as started:
+        while workers.pid_of(started) == kept:
+            started.get("/healthz", headers={"connection": "close"})
+        found = started.get("/api/push/upstreams").json()["upstreams"]
+    assert found == {engine: {"version": 4, "held": True}}
     calls = waiting_calls(workers, pool)
     assert state(workers) == {"version": 3, "held": True, "in_flight": 0, "waiting": 2}
     push(workers, "release")
     assert [each.result(60).status_code for each in calls] == [200, 200]
     for number in range(2):
         [turn] = workers.store.rollout_turns(f"w{number}")
-        assert [version for version, _ in turn.policy_versions] == [3]
+        assert [version for version, _ in turn.policy_versions] == [4]
 
 
 def test_a_proxy_that_starts_held_waits_for_a_version_in_every_worker(

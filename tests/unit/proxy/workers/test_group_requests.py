@@ -51,6 +51,7 @@ def test_one_that_does_not_do_as_it_must_is_named_and_one_that_only_looks_is_lef
     group.ask(STATE, [0, 1])
     for number in (1, 2):
         group.answer(0, number, 3)
+    assert group.requests.next_deadline() == 100.0 + LOOK_S
     assert group.requests.overdue(100.0 + LOOK_S) == set()
     assert group.answers() == [{"answer": 6, "results": [3]}]
     assert group.requests.overdue(100.0 + ANSWER_S) == set()
@@ -95,9 +96,14 @@ def test_a_worker_that_starts_joins_what_single_servers_have() -> None:
     assert gate == GateNow(
         4, pushes=True, versions=(("a", 5),), holds=(("a", 160.0),), canary=Canary("a", 0.1)
     )
+    gate = gate.after("hold", {"ttl_s": 60, "drain_s": 1, "upstream": "b"}, 100.0)
+    assert gate.after("release", {}, 101.0).holds == ()
     gate = gate.after("release", {"upstream": "a"}, 101.0)
+    assert gate.holds == (("b", 160.0),)
+    gate = gate.after("release", {"upstream": "b"}, 101.0)
+    gate = gate.after("set_version", {"version": 7, "upstream": "b"}, 101.0)
     gate = gate.after("set_version", {"version": 6, "upstream": "a"}, 101.0)
-    assert (gate.versions, gate.holds) == ((("a", 6),), ())
+    assert (gate.versions, gate.holds) == ((("b", 7), ("a", 6)), ())
     gate = gate.after("set_canary", {"upstream": None, "share": 0.0}, 102.0)
     assert gate.after("set_version", {"version": 6, "upstream": None}, 102.0) == GateNow(
         6, pushes=True

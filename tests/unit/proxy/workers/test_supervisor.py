@@ -25,13 +25,14 @@ from support.proxy.workers import Workers, exists, two_workers
 from support.system.log_lines import our_lines
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.workers.channel import Channel
+from tracegrad.proxy.workers.group_requests import ANSWER_S
 from tracegrad.proxy.workers.supervisor import (
     LONGEST_PAUSE_S,
     MISSED_LOOKS,
     Supervisor,
     pause_before_start,
 )
-from tracegrad.proxy.workers.worker import HEARTBEATS
+from tracegrad.proxy.workers.worker import CLOSED, HEARTBEATS
 
 # `tracegrad proxy` whose second worker fails as this says.
 _FAILING = """
@@ -139,6 +140,70 @@ def test_a_supervisor_that_was_stopped_itself_blames_no_worker(
         supervisor._end_silent()
         assert process.wait(30) == -signal.SIGKILL
     other.close()
+
+
+@pytest.mark.parametrize("why", ["no answer", "no end"])
+def test_a_worker_that_does_not_do_as_it_must_is_killed(
+    listener: socket.socket, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor(ProxySettings(workers=2), listener, version=0, announce=lambda: None)
+    worker = supervisor._workers[1]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        worker.pid = process.pid
+        now = time.monotonic()
+        if why == "no answer":
+            monkeypatch.setattr(time, "monotonic", lambda: now + ANSWER_S)
+            ask = {"ask": "release", "args": {}, "number": 1}
+            supervisor._requests.ask(0, ask, all_=[0, 1], ready=[1], now=now)
+        else:
+            supervisor._stop_at = now - 1
+        supervisor._end_late()
+        monkeypatch.undo()
+        assert process.wait(30) == -signal.SIGKILL
+
+
+def test_a_worker_that_only_starts_is_told_of_a_push_and_not_waited_for(
+    listener: socket.socket,
+) -> None:
+    supervisor = Supervisor(ProxySettings(workers=2), listener, version=0, announce=lambda: None)
+    serving, starting = supervisor._workers
+    serving.channel, theirs = Channel.pair()
+    starting.channel, its = Channel.pair()
+    serving.ready_at = 0.0
+    supervisor._heard(serving, {"ask": "release", "args": {}, "number": 5})
+    told = {"do": "release", "args": {}, "number": 1}
+    assert theirs.receive() == its.receive() == (told, None, False)
+    supervisor._heard(serving, {"done": "release", "number": 1, "result": None})
+    assert theirs.receive() == ({"answer": 5, "results": [None]}, None, False)
+
+
+def test_a_connection_goes_to_who_has_the_fewest_of_those_that_move(
+    listener: socket.socket,
+) -> None:
+    supervisor = Supervisor(ProxySettings(workers=2), listener, version=0, announce=lambda: None)
+    first, second = supervisor._workers
+    first.channel, one = Channel.pair()
+    second.channel, other = Channel.pair()
+    first.accepts = second.accepts = True
+    second.given = 5
+    client, connection = socket.socketpair()
+    with client, connection:
+
+        def given() -> tuple[int, int]:
+            assert supervisor._given(connection)
+            return first.given, second.given
+
+        assert given() == (1, 5)
+        first.missed = 2
+        assert given() == (1, 6)
+        first.missed = 1  # a look may come between two turns of its loop
+        assert given() == (2, 6)
+        supervisor._counts.count(CLOSED, 1).add(6)
+        assert given() == (2, 7)
+        second.accepts = False
+        assert given() == (3, 7)
+    for end in (one, other):
+        end.close()
 
 
 def test_a_worker_starts_while_the_store_is_away(sqlite_url: str, tmp_path: Path) -> None:

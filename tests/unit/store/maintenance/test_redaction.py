@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import func, select
 
-from support.store.conversations import bases, request, response
+from support.store.conversations import bases, column, request, response
 from support.store.events import make_span, make_turn, rollout_events
 from support.store.maintenance import selection
 from support.store.redactions import SECRET, WORDS, conversation, rule, without
+from support.trainer.routing_files import experts_of
 from tracegrad.cli.commands.redact import HookFailed, make_cleaner
 from tracegrad.events import (
     Event,
@@ -94,8 +95,11 @@ def test_the_record_of_it_does_not_say_what_it_was(store: Store) -> None:
 
 def test_a_dry_run_counts_the_same_and_changes_nothing(store: Store) -> None:
     turns = conversation(store, SECRET, "x")
+    loose = make_span(1, name=SECRET)
+    store.append([loose])
     counted = redact(store, rule(), dry_run=True)
     assert store.rollout_turns("r") == turns
+    assert loose.name in everything(store)
     assert counted == redact(store, rule())
 
 
@@ -162,9 +166,18 @@ def test_other_rollouts_than_the_selected_stay_as_they_are(store: Store) -> None
     for name in ("a", "b"):
         store.append(rollout_events(name, task=name, turns=0))
         conversation(store, SECRET, rollout_id=name)
+    store.append([make_span(1, name=SECRET)])
     redact(store, rule(selection=selection("a")))
     assert SECRET not in dump_json(store.rollout_turns("a")[0].request)
     assert SECRET in dump_json(store.rollout_turns("b")[0].request)
+    with store.reading() as connection:
+        assert connection.scalar(select(Spans.name)) == SECRET, "a span of no rollout"
+
+
+def test_a_tag_is_cleaned_where_the_task_is_clean(store: Store) -> None:
+    store.append([RolloutStarted(rollout_id="r", task={"q": "x"}, tags={"k": SECRET})])
+    assert redact(store, rule()).removed["tasks"] == 1
+    assert store.rollouts()[0].tags == {"k": "[redacted]"}
 
 
 def test_secrets_of_known_forms_are_found_as_at_capture(store: Store) -> None:
@@ -194,7 +207,8 @@ def test_tokens_go_only_when_asked_with_all_that_continues_them(store: Store) ->
     turns = conversation(store, "hello", SECRET)
     fork = make_turn("fork", parent=turns[0], request=request("hi"), new=[9])
     # What continues the secret need not repeat its text.
-    child = make_turn("child", parent=turns[1], request={"previous": "r.1"})
+    told = {"state_key": "s", "observation": "0" * 32, "routed_experts": experts_of(14)}
+    child = make_turn("child", parent=turns[1], request={"previous": "r.1"}, **told)
     store.append([fork])
     store.append([child])
     found = redact(store, rule(drop_tokens=True))
@@ -209,6 +223,8 @@ def test_tokens_go_only_when_asked_with_all_that_continues_them(store: Store) ->
         assert turn.prompt_token_ids == turns[0].prompt_token_ids + turns[0].completion_token_ids
         sampled = [turn.completion_token_ids, turn.completion_logprobs, turn.policy_versions]
         assert not any(sampled)
+        assert not any(getattr(turn, name) for name in told)
+        assert column(store, "last_version")[turn_id] is None
     assert kept["child"].parent_id == "r.1"
     assert kept["child"].request == child.request
 

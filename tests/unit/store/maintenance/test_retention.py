@@ -104,18 +104,20 @@ def test_what_waits_is_leased_or_open_stays_until_it_is_asked_for(store: Store) 
     store.append(rollout_events("waiting"))
     store.append(rollout_events("unrewarded", reward=None))
     store.append(rollout_events("open", outcome=None))
+    store.append(rollout_events("judged", held_out=True))
+    store.append(rollout_events("judging", held_out=True, outcome=None))
 
     found = preview_prune(store, OLD)
-    assert found.removed["by_state"] == {"trained": 1, "skipped": 1}
-    assert found.kept == {"leased": 1, "waiting": 1, "no_reward": 1, "open": 1}
+    assert found.removed["by_state"] == {"trained": 1, "skipped": 1, "held_out": 1}
+    assert found.kept == {"leased": 1, "waiting": 1, "no_reward": 1, "open": 1, "held_out": 1}
     prune(store, OLD)
-    assert ids(store) == {"leased", "waiting", "unrewarded", "open"}
+    assert ids(store) == {"leased", "waiting", "unrewarded", "open", "judging"}
 
     prune(store, RetentionRule(selection=OLD.selection, also_untrained=True))
     assert ids(store) == set()
     with store.reading() as connection:
         pending = total_removed(connection)["pending"]
-    assert pending == {"leased": 2, "waiting": 2, "no_reward": 2, "open": 2}
+    assert pending == {"leased": 2, "waiting": 2, "no_reward": 2, "open": 2, "held_out": 4}
 
 
 def test_age_counts_from_the_end_and_of_open_rollouts_from_the_last_turn(store: Store) -> None:
@@ -171,9 +173,10 @@ def test_the_oldest_go_until_the_store_is_small_enough(store: Store) -> None:
 def test_of_what_may_go_by_size_the_trained_go_before_the_older_untrained(store: Store) -> None:
     store.append(rollout_events("older", at=10.0))
     trained(store, "younger", at=20.0)
+    trained(store, "youngest", step=2, at=30.0)
     with store.reading() as connection:
         used = used_bytes(store, connection)
-    for most, left in ((used - 1, {"older"}), (1, set())):
+    for most, left in ((used - 1, {"older", "youngest"}), (1, set())):
         prune(store, RetentionRule(selection=selection(), max_bytes=most, also_untrained=True))
         assert ids(store) == left
 
@@ -182,6 +185,8 @@ def test_spans_of_no_rollout_go_by_age_alone(store: Store) -> None:
     store.append([make_span(n, start_ns=at, end_ns=at) for n, at in ((1, 10**12), (2, 9 * 10**12))])
     prune(store, RetentionRule(selection=selection(task="x", before=5000.0)))
     assert rows(store)["spans"] == 2
+    by_size = RetentionRule(selection=OLD.selection, max_bytes=1)
+    assert "loose_spans" not in prune(store, by_size)
     assert prune(store, OLD)["loose_spans"] == 1
     assert rows(store)["spans"] == 1
     assert "loose_spans" not in prune(store, OLD)
@@ -190,15 +195,17 @@ def test_spans_of_no_rollout_go_by_age_alone(store: Store) -> None:
 def test_totals_add_up_with_what_was_removed(store: Store) -> None:
     trained(store, "a", "b", step=1)
     trained(store, "c", step=2, at=9000.0)
+    store.append([make_turn("late", "a", created_at=1000.0)])
     before = store.turn_counts()
     prune(store, OLD)
     now = store.turn_counts()
     with store.reading() as connection:
         removed = total_removed(connection)
-    assert now.captured + removed["turns"] == before.captured == 6
+    assert now.captured + removed["turns"] == before.captured == 7
     assert now.trained + removed["trained"] == before.trained
-    skipped = now.skipped.get("over_budget", 0) + removed["skipped"]["over_budget"]
-    assert skipped == before.skipped["over_budget"]
+    for reason in ("over_budget", "late"):
+        skipped = now.skipped.get(reason, 0) + removed["skipped"][reason]
+        assert skipped == before.skipped[reason] > 0
 
 
 def test_a_rollout_that_is_pruned_under_a_writer_begins_again_bare(store: Store) -> None:

@@ -133,6 +133,14 @@ def test_every_end_is_kept_and_the_first_counts(store: Store) -> None:
     assert store.outcomes("nobody") == []
 
 
+def test_a_rollout_ends_when_its_end_was_heard_of(store: Store) -> None:
+    """Its agent's clock may be wrong."""
+    store.append([RolloutFinished(rollout_id="r", finished_at=2e9, recorded_at=10.0)])
+    row = store.rollout("r").summary
+    assert (row.opened_at, row.finished_at) == (10.0, 10.0)
+    assert [end.finished_at for end in store.outcomes("r")] == [2e9]
+
+
 def test_ends_that_come_after_training_are_kept(store: Store) -> None:
     store.append(rollout_events("r"))
     Ledger(store).commit_skipped({"r.0": "stale", "r.1": "stale"}, ["r"])
@@ -179,7 +187,8 @@ def _renamed(event: Event, name: str) -> Event:
 
 
 def test_a_bare_rollout_is_listed_untitled(store: Store) -> None:
-    store.append([make_turn("t", "wanderer", created_at=42.0)])
+    late = Reward(rollout_id="wanderer", value=1.0, created_at=43.0)
+    store.append([make_turn("t", "wanderer", created_at=42.0), late])
     [row] = store.rollouts()
     bare = (row.rollout_id, row.task_id, row.opened_at, row.state)
     assert bare == ("wanderer", None, 42.0, "open")

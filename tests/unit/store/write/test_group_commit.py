@@ -23,6 +23,7 @@ from support.system.log_lines import our_lines
 from support.system.module_environment import environment
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
+from tracegrad.store.errors import StoreLost
 
 pytestmark = pytest.mark.databases("sqlite")  # of threads
 
@@ -355,6 +356,7 @@ def test_a_connection_that_breaks_in_the_commit_leaves_nothing_to_train(
     ):
         writer.submit([make_turn("t")]).result(timeout=30)
     assert _reasons(store) == {"t": "unacknowledged"}
+    assert writer.load().unacknowledged == 1
 
 
 @pytest.mark.databases("sqlite", "postgres")
@@ -387,10 +389,14 @@ def test_who_writes_a_refused_turn_again_and_gets_an_answer_has_it_trained(
     assert _reasons(store) == {"t": None}
 
 
-def test_a_repeat_that_is_refused_takes_nothing_from_who_was_answered(
-    store: Store, watched: Watched, writer: GroupCommitWriter
+@pytest.mark.parametrize(("marked", "reason"), [(False, None), (True, "unacknowledged")])
+def test_a_repeat_that_is_refused_leaves_a_turn_to_who_was_answered_before(
+    store: Store, watched: Watched, writer: GroupCommitWriter, marked: bool, reason: str | None
 ) -> None:
+    """Where nobody was, the mark that the repeat took back comes again."""
     writer.submit([make_turn("t")]).result(timeout=30)
+    if marked:
+        store.mark_unacknowledged(["t"])
     watched.committing.clear()
     watched.go.clear()
     repeat = writer.submit([make_turn("t")])
@@ -398,7 +404,66 @@ def test_a_repeat_that_is_refused_takes_nothing_from_who_was_answered(
     assert repeat.abandon()
     watched.go.set()
     writer.close()
+    assert _reasons(store) == {"t": reason}
+
+
+def test_a_repeat_that_is_withdrawn_takes_nothing_from_who_was_answered(
+    store: Store, watched: Watched, writer: GroupCommitWriter
+) -> None:
+    writer.submit([make_turn("t")]).result(timeout=30)
+    watched.began.clear()
+    with _locked(store):
+        repeat = writer.submit([make_turn("t")])
+        assert watched.began.wait(30)
+        repeat.withdraw("too late")
+    writer.close()
     assert _reasons(store) == {"t": None}
+
+
+def test_who_gives_up_before_a_transaction_is_repeated_has_nothing_trained(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, turn = store.append, threading.Lock()
+
+    def repeated(events: Sequence[Event], *, before_commit: Any) -> None:
+        def last(connection: Connection, new: Sequence[str]) -> None:
+            before_commit(connection, new)
+            submission.withdraw("too late")
+            before_commit(connection, new)
+
+        append(events, before_commit=last)
+
+    monkeypatch.setattr(store, "append", repeated)
+    with GroupCommitWriter(store, turn=turn) as writer:
+        with turn:
+            submission = writer.submit([make_turn("t")])
+        with pytest.raises(StoreUnavailable, match="given up"):
+            submission.result(timeout=30)
+    assert _reasons(store) == {"t": "unacknowledged"}
+
+
+def test_who_gives_up_after_a_commit_that_the_server_cut_off_has_nothing_trained(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit arrived, its answer did not; what is written again changes nothing."""
+    append, turn, attempts = store.append, threading.Lock(), []
+
+    def lost_once(events: Sequence[Event], **more: Any) -> None:
+        attempts.append(events)
+        if len(attempts) == 2:
+            submission.withdraw("too late")
+        append(events, **more)
+        if len(attempts) == 1:
+            raise StoreLost("the server is ended")
+
+    monkeypatch.setattr(store, "append", lost_once)
+    with GroupCommitWriter(store, turn=turn, reconnect_s=60) as writer:
+        with turn:
+            submission = writer.submit([make_turn("t")])
+        with pytest.raises(StoreUnavailable, match="too late"):
+            submission.result(timeout=30)
+    assert len(attempts) == 2
+    assert _reasons(store) == {"t": "unacknowledged"}
 
 
 def test_what_is_withdrawn_from_a_batch_with_a_bad_event_is_not_written(
@@ -407,8 +472,9 @@ def test_what_is_withdrawn_from_a_batch_with_a_bad_event_is_not_written(
     second = threading.Event()
     writer.submit([make_turn("first")])
     assert held.inside.wait(30)
+    earlier, refused = writer.submit([make_turn("earlier")]), writer.submit([make_turn("refused")])
     bad = writer.submit([Reward(rollout_id="r", value=float("nan"))])
-    refused, good = writer.submit([make_turn("refused")]), writer.submit([make_turn("good")])
+    good = writer.submit([make_turn("good")])
     append = store.append
 
     def once_refused(events: Sequence[Event], **more: Any) -> None:
@@ -419,12 +485,13 @@ def test_what_is_withdrawn_from_a_batch_with_a_bad_event_is_not_written(
 
     monkeypatch.setattr(store, "append", once_refused)
     held.go.set()
-    good.result(timeout=30)
+    for submission in (earlier, good):
+        submission.result(timeout=30)
     for submission in (bad, refused):
         assert submission.exception(timeout=30) is not None
     writer.close()
     assert second.is_set()
-    assert _reasons(store) == {"first": None, "good": None}
+    assert _reasons(store) == {"first": None, "earlier": None, "good": None}
 
 
 def test_a_full_queue_refuses_at_once(store: Store, held: Held) -> None:
@@ -455,5 +522,11 @@ def test_bytes_are_bounded_too_and_one_may_be_of_any_size(store: Store, held: He
         held.go.set()
         first.result(timeout=30)
         writer.submit([make_turn("small")]).result(timeout=30)
+        held.go.clear()
+        last = writer.submit([make_turn("last")])
+        with pytest.raises(StoreBusy):
+            writer.submit([make_turn("large too", request=large)])
+        held.go.set()
+        last.result(timeout=30)
     assert writer.load().bytes == 0
-    assert _reasons(store).keys() == {"large", "small"}
+    assert _reasons(store).keys() == {"large", "small", "last"}

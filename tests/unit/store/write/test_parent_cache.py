@@ -93,3 +93,14 @@ def test_one_endless_rollout_is_remembered_by_its_latest_turns() -> None:
         contexts.remember([context(f"t{n}", "r")])
     assert contexts.size < 300
     assert "t4999" in contexts.lookup(turns("r", "t4999"), no_reading).turns
+
+
+def test_what_was_read_before_a_removal_is_not_remembered_after_it() -> None:
+    contexts = ParentCache()
+    contexts.remember([context("old", "r")])
+    contexts.invalidate_before(3)
+    contexts.remember([context("late", "r")], as_of=0)
+    assert contexts.size == 0
+    contexts.remember([context("new", "r")], as_of=3)
+    contexts.invalidate_before(2)  # whoever says that is behind
+    assert "new" in contexts.lookup(turns("r", "new"), no_reading).turns

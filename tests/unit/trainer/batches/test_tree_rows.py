@@ -56,6 +56,16 @@ def test_a_rewritten_history_shares_what_it_left_as_it_was() -> None:
     assert ends_of(row) == [7, 7, 7, 5, 5, 7, 7]
 
 
+def test_a_completion_that_histories_leave_in_two_places_keeps_its_numbers_in_order() -> None:
+    a = turn("a", [1, 2], [3, 4, 5, 6, 7, 8])
+    first = turn("b", [1, 2, 3, 4, 9, 9, 9], [9, 9])
+    second = turn("c", [1, 2, 3, 4, 5, 6, 9, 9], [9])
+    (row,) = as_trees([a, first, second])
+    places = np.flatnonzero(row.turn_index == row.turn_ids.index("a"))
+    assert row.input_ids[places].tolist() == a.completion_token_ids.tolist()
+    assert row.rollout_logprobs[places].tolist() == a.completion_logprobs.tolist()
+
+
 def test_prompts_are_shared_as_far_as_they_are_alike_however_often_they_fork() -> None:
     a = turn("a", [1, 2], [3])
     turns = [
@@ -75,6 +85,9 @@ def test_the_longest_of_branches_that_begin_alike_is_found() -> None:
     later = [turn("z", [1, 2, 3], [7]), turn("w", [1, 2, 3, 4], [8])]
     (row,) = as_trees([*samples, *later])
     assert sorted(row.input_ids.tolist()) == [1, 2, 2, 3, 4, 7, 8]
+    of_second = turn("v", [3], [5], parent=samples[1])
+    (row,) = as_trees([*samples, of_second, later[1]])
+    assert sorted(row.input_ids.tolist()) == [1, 2, 2, 3, 4, 5, 8]
 
 
 def test_without_a_fork_or_a_common_beginning_rows_are_plain() -> None:

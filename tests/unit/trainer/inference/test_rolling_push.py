@@ -17,7 +17,7 @@ from support.trainer.sleeping_engine import MODEL_FOLDER, SleepingEngine
 from tracegrad.store import GroupCommitWriter, Store
 from tracegrad_trainer.inference.canary_push import CanaryEngine
 from tracegrad_trainer.inference.control_routes import EngineLostError, PushError, ServedWeights
-from tracegrad_trainer.inference.weight_push import WeightPusher
+from tracegrad_trainer.inference.weight_push import PAUSED_STAGES, WeightPusher
 
 PAUSE, LOAD_STAGED = "/pause keep true", "/finish_weight_update"
 Fleet = list[SleepingEngine]
@@ -110,8 +110,9 @@ def test_one_engine_after_the_other_stands_still(fleet: Fleet, rolling: WeightPu
     holds = fleet[0].sent("/api/push/hold")
     assert [body["upstream"] for body in holds] == [each.url for each in fleet]
     assert report.turns == 2
-    assert report.paused_s is not None
-    assert report.paused_s < sum(report.seconds.values())
+    assert report.paused_s == sum(report.seconds[stage] for stage in PAUSED_STAGES) / 2
+    held = ("hold", *PAUSED_STAGES, "release")
+    assert report.held_s == pytest.approx(sum(report.seconds[stage] for stage in held) / 2)
     rolling.push(2, weights(2.0))
     assert stands(fleet) == [(2.0, 2), (2.0, 2)]
 

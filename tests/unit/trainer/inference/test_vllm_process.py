@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from support.proxy.servers import eventually
 from tracegrad.private_files import is_private
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
@@ -181,6 +182,32 @@ def test_a_kill_is_named_and_old_errors_are_not_blamed(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         with pytest.raises(ChildError, match=r"was killed by SIGKILL \(log: "):
             process.wait_healthy(timeout=60)
+
+
+def test_a_server_whose_engine_is_dead_takes_no_calls_and_counts_as_ended(tmp_path: Path) -> None:
+    """It closes its socket, and lives on for callers who wait for the engine."""
+    given, dead = settings(tmp_path), tmp_path / "dead"
+    code = f"""
+import os, socket, time
+server = socket.socket(socket.AF_UNIX)
+server.bind({str(given.socket)!r})
+server.listen()
+while not os.path.exists({str(dead)!r}):
+    time.sleep(0.01)
+server.close()
+time.sleep(60)
+"""
+    with Pretender(given, code) as process:
+        process.wait_until_ready(lambda: not is_port_closed(given.url), timeout_s=60)
+        process.check()
+        dead.touch()
+        eventually(lambda: is_port_closed(given.url), 60)
+        with pytest.raises(ChildError, match=r"vllm \(pid \d+\) takes no calls any more \(log: "):
+            process.check()
+        process.stop()
+        assert not given.socket.exists()
+        process.start()
+        process.check()  # a server that starts takes none yet
 
 
 def test_a_server_that_never_answers_runs_out_of_time(tmp_path: Path) -> None:

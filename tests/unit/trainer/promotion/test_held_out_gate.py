@@ -120,6 +120,18 @@ def test_only_an_improvement_promotes(run: ServedRun) -> None:
     assert "with: 0 of 40" in held
 
 
+def test_no_rollouts_are_made_of_a_version_that_is_judged_and_not_promoted(run: ServedRun) -> None:
+    baseline(run, [0.0, 0.0, 1.0, 0.0] * 10)
+    run.serve(1)
+    assert wanted(run) == 1
+    sample(run, 1, [1.0] * 30)
+    run.pusher.refuses = "an engine does not take it"
+    look(run)
+    assert run.store.version_history().promoted == 0
+    assert run.store.version_history().records[1].evaluation is not None
+    assert wanted(run) is None, "although ten more could be"
+
+
 def test_a_regression_goes_back_to_the_promoted_one(run: ServedRun) -> None:
     baseline(run, [1.0, 1.0, 0.0, 1.0] * 10)
     run.serve(1)

@@ -190,6 +190,39 @@ def _check_block_mask(
     assert not (mask & ~covered).any()
 
 
+BLOCK = FLEX_BLOCK
+ROWS, ROW = TokenVisibility.of_rows([BLOCK] * 4), TokenVisibility.of_rows([4 * BLOCK])
+# What both of two branches continue, and each of these.
+FORK = TokenVisibility(
+    np.repeat([3 * BLOCK, 2 * BLOCK, 3 * BLOCK], BLOCK),
+    np.concatenate([np.arange(2 * BLOCK), np.arange(BLOCK, 2 * BLOCK)]),
+)
+
+
+@pytest.mark.parametrize(
+    ("visibility", "window", "blocks", "keys"),
+    [
+        (ROWS, None, 4, [BLOCK] * 4),
+        (ROW, None, 4 + 3 + 2 + 1, [BLOCK, 2 * BLOCK, 3 * BLOCK, 4 * BLOCK]),
+        (ROW, BLOCK, 4 + 3, [BLOCK, *[2 * BLOCK - 1] * 3]),
+        # The last token of a block sees all of the block before it but the first.
+        (ROW, 2 * BLOCK - 1, 4 + 3 + 2, [BLOCK, 2 * BLOCK, *[3 * BLOCK - 2] * 2]),
+        (FORK, None, 3 + 2, [BLOCK, 2 * BLOCK, 2 * BLOCK]),
+    ],
+)
+def test_blocks_hold_no_more_than_what_is_seen(
+    visibility: TokenVisibility, window: int | None, blocks: int, keys: list[int]
+) -> None:
+    """More would change no number, and take the time of a whole square."""
+    made = visibility.block_mask(window)
+    assert made.full_kv_num_blocks is not None
+    assert int(made.kv_num_blocks.sum() + made.full_kv_num_blocks.sum()) == blocks
+    _check_block_mask(visibility, window, dense(visibility, window).numpy())
+    places = torch.arange(len(visibility))
+    found = [len(places[one.keys]) for one in visibility.query_blocks(BLOCK, window)]
+    assert found == keys
+
+
 @pytest.mark.parametrize("scores", FORMS)
 def test_flex_attention_is_attention_as_it_is_written_out(scores: ScoreTransform) -> None:
     """Its forward: on a CPU it has no backward."""

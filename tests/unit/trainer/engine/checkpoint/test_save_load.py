@@ -29,6 +29,7 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
 )
 from tracegrad_trainer.engine.checkpoint import save_load as module
+from tracegrad_trainer.engine.checkpoint.manifest import verify_contents
 from tracegrad_trainer.engine.checkpoint.save_load import CheckpointSaver
 from tracegrad_trainer.engine.config import AdamwImplementation, LoraSettings
 from tracegrad_trainer.engine.random_state import capture_rng_state, restore_rng_state, seed_all
@@ -244,6 +245,13 @@ def test_one_changed_byte_is_found(folder: Path, two_steps: Path) -> None:
     content[len(content) // 2] ^= 1
     part.write_bytes(content)
     assert f"{part} is damaged" in refused(folder, two_steps)
+    found = []
+    for rank in range(2):  # each of two would read some of the files
+        try:
+            verify_contents(part.parent, share=(rank, 2))
+        except CheckpointError as error:
+            found.append(str(error))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from support.trainer.forward_checks import alone
 from support.trainer.fsdp_ranks import VERSION
 from support.trainer.layout_ranks import learner, made
 from support.trainer.learners import weights
+from support.trainer.loss_tokens import tokens
 from support.trainer.row_samples import rows
 from tracegrad_trainer.batches import Row, mini_batches, pack
 from tracegrad_trainer.engine import (
@@ -24,7 +25,9 @@ from tracegrad_trainer.engine import (
     OptimSettings,
     train_batch,
 )
-from tracegrad_trainer.engine.step.epochs import prepare_batch
+from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.step.accumulate import _given, not_finite
+from tracegrad_trainer.engine.step.epochs import _wrong, prepare_batch
 from tracegrad_trainer.sft.config import SftSettings
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -123,6 +126,8 @@ def test_values_and_their_advantages_stay_those_of_the_batchs_start(
         torch.testing.assert_close(parts[1], parts[3])
         together = torch.cat([*parts[0], *parts[1]]).sort().values
         torch.testing.assert_close(together, whole.sort().values, rtol=1e-4, atol=1e-5)
+    has_current = [[known.current_logprobs is not None for known in update] for update in seen]
+    assert has_current == [[True], [False], [False], [False]], "the policy moves"
 
 
 def test_advantages_are_whitened_over_the_whole_batch(folder: Path) -> None:
@@ -140,6 +145,17 @@ def test_advantages_are_whitened_over_the_whole_batch(folder: Path) -> None:
         [known.advantage for known in start.before[: len(packed[0])] if known.advantage is not None]
     )
     assert abs(float(half.mean())) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "reference_logprobs", "old_value"])
+def test_a_target_is_wrong_where_any_of_its_numbers_is_not_finite(name: str) -> None:
+    [batch] = pack(rows(1), ranks=1, budget=100)[0]
+    finite = torch.zeros(len(batch.target))
+    numbers = {"old_logprobs": finite, name: finite.index_fill(0, torch.tensor([1]), torch.nan)}
+    assert _wrong(batch, TargetContext(**numbers)).nonzero().tolist() == [[1]]
+    of_step = tokens([-1.0] * 3, reference=[-1.0] * 3, old_value=[0.0] * 3)
+    bad = torch.tensor([0.0, torch.nan, 0.0], dtype=torch.float64)
+    assert not_finite(_given(replace(of_step, **{name: bad}))).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("name", ["turn_mean", "ppo"])

@@ -24,6 +24,7 @@ from tracegrad_trainer.batches import BatchSettings, micro_batch, mismatched_row
 from tracegrad_trainer.engine import Learner, OptimSettings
 from tracegrad_trainer.engine.flops import flops
 from tracegrad_trainer.engine.model.forward import TargetContext
+from tracegrad_trainer.engine.step import prepass as prepass_module
 from tracegrad_trainer.engine.step.prepass import kto_z, prepass
 from tracegrad_trainer.losses import compute_advantages, preset
 
@@ -112,6 +113,29 @@ def test_kto_z_is_the_mean_gain_of_mismatched_rollouts_and_never_negative(folder
     for chosen in (up, down, every, [*up, down[0]]):
         assert z(chosen) == pytest.approx(expected(chosen), rel=1e-4, abs=1e-4)
     assert z(down) == z([]) == 0
+
+
+def test_a_mismatched_row_that_is_not_finite_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = layout_ranks.learner(folder, "kto").engine
+    looked_at = mismatched_rows(made("kto"), limit=100)
+    reference = prepass_module.reference_logprobs
+
+    def z(number: list[int]) -> float:
+        with torch.no_grad():
+            [batch] = pack([looked_at[i] for i in number], ranks=1, budget=1000)[0]
+            return float(kto_z(engine, engine.inputs([batch])))
+
+    def spoilt(*given: Any) -> list[Tensor]:
+        [found] = reference(*given)
+        return [found.index_fill(0, torch.tensor([0]), torch.nan)]  # of the first row
+
+    first, *rest = sorted(range(len(looked_at)), key=lambda i: z([i]))[-3:]
+    expected = z(rest)
+    monkeypatch.setattr(prepass_module, "reference_logprobs", spoilt)
+    assert z([first, *rest]) == pytest.approx(expected, rel=1e-4)
+    assert expected > 0
 
 
 def test_advantages_follow_values_and_rewards_along_each_rollout(folder: Path) -> None:

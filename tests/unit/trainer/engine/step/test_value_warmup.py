@@ -15,6 +15,7 @@ from support.trainer.layout_ranks import Layout, share
 from support.trainer.learners import save_checkpoint
 from tracegrad_trainer.engine import Learner, OptimSettings, load_checkpoint
 from tracegrad_trainer.engine.step.optimizer import learning_rate, value_learning_rate
+from tracegrad_trainer.losses import preset
 
 
 def full(learner: Learner) -> dict[str, Tensor]:
@@ -84,6 +85,18 @@ def test_in_its_warm_up_the_value_head_learns_alone(folder: Path, one_rank: None
     name = "model.layers.0.mlp.up_proj.weight"
     decayed = start[name] * (1 - 1e-3 * 0.1)
     assert float((after[name] - decayed).abs().max()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_an_entropy_bonus_does_not_adapt_to_a_policy_that_does_not_learn(
+    folder: Path, one_rank: None
+) -> None:
+    learner = layout_ranks.learner(folder, "ppo", value_warmup_steps=1)
+    learner.objective = preset("ppo", entropy_coef=0.05, entropy_target=9.0)
+    learner.entropy_coef = 0.05
+    step(learner)
+    assert learner.entropy_coef == 0.05
+    step(learner)
+    assert learner.entropy_coef > 0.05
 
 
 def test_clipping_in_the_warm_up_is_by_the_value_heads_gradient(

@@ -18,7 +18,8 @@ def sigmoid(x: float) -> float:
 
 
 def two_pairs() -> Tokens:
-    """Rows 0 and 3 are a pair, 2 and 1 the other (chosen first); rows of 2, 1, 1, 3 targets.
+    """Rows 0 and 3 are a pair, 2 and 1 the other (chosen first); rows of 2, 1, 1, 3 targets, the
+    last one of two turns.
 
     log pi - ref of the rows: 1.0, 0.5, -0.5, -2.0.
     """
@@ -26,7 +27,7 @@ def two_pairs() -> Tokens:
     return tokens(
         [-1.0, -1.0, -1.0, -2.0, -1.0, -2.0, -3.0],
         reference=[-1.5, -1.5, -1.5, -1.5, -1.0, -2.0, -1.0],
-        turn=row,
+        turn=[0, 0, 1, 2, 3, 3, 4],
         row=row,
         pair=[7, 3, 3, 7],
         label=[1, -1, 1, -1],
