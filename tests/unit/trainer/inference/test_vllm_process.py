@@ -239,9 +239,10 @@ def test_stop_ends_grandchildren_and_removes_the_scratch_folder(tmp_path: Path) 
 
 
 def test_the_server_dies_with_a_killed_parent(tmp_path: Path) -> None:
+    here = Path(__file__)
     parent_code = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(here.parent), str(here.parents[3])]!r}
 from test_vllm_process import Pretender, settings
 from pathlib import Path
 process = Pretender(settings(Path({str(tmp_path)!r})), "import time; time.sleep(60)")
