@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -78,23 +78,35 @@ def problems(
         (name := ".".join(map(str, one["loc"]))): (
             _unknown(name, settings, synonyms)
             if one["type"] == "extra_forbidden" and settings is not None
-            else one["msg"].removeprefix("Value error, ") + _from_environment(one, settings)
+            else one["msg"].removeprefix("Value error, ")
         )
+        + _from_environment(one, settings)
         for one in error.errors()
     }
 
 
 def _from_environment(error: ErrorDetails, settings: type[BaseModel] | None) -> str:
-    """Which variable the value came from, if one has it: the file and the flags are looked through
-    in vain otherwise."""
-    if not error["loc"] or settings is None or not issubclass(settings, BaseSettings):
+    """Which variable has the value, as it was given: the file and the flags may be looked through
+    in vain. Nothing of a value within JSON."""
+    if settings is None or not issubclass(settings, BaseSettings):
         return ""
-    field, *rest = (str(part).upper() for part in error["loc"])
-    for name in _variables(settings).get(field.lower(), ()):
-        variable = "__".join((name, *rest))
-        if os.environ.get(variable) == str(error["input"]):
+    given = {name.upper(): value for name, value in os.environ.items()}
+    for variable in _variables_of(settings, [str(part) for part in error["loc"]]):
+        if given.get(variable) == str(error["input"]):
             return f" (given by {variable})"
     return ""
+
+
+def _variables_of(settings: type[BaseSettings], path: Sequence[str]) -> Iterator[str]:
+    """What sets the value at `path`; a table may be settings with variables of their own."""
+    if not path or path[0] not in settings.model_fields:
+        return
+    field, *rest = path
+    for name in _variables(settings)[field]:
+        yield "__".join((name, *map(str.upper, rest)))
+    table = settings.model_fields[field].annotation
+    if isinstance(table, type) and issubclass(table, BaseSettings):
+        yield from _variables_of(table, rest)
 
 
 def _variables(settings: type[BaseSettings]) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from tracegrad.events import Json
 from tracegrad.settings_sources import SettingsError, problems, read_toml
 from tracegrad.urls import masked
 from tracegrad_trainer.config.model_folders import FindModel
-from tracegrad_trainer.config.trainer import SYNONYMS, TrainerSettings
+from tracegrad_trainer.config.trainer import SYNONYMS, PushedProxySettings, TrainerSettings
 from tracegrad_trainer.losses import ObjectiveSettings
 from tracegrad_trainer.losses.config import drop_unused as objective_without_unused
 
@@ -99,6 +99,9 @@ def without_unused(stored: Json) -> Json:
 
 def problem_lines(error: ValidationError) -> list[str]:
     """A line for each wrong setting: its name, and what is wrong."""
+    if error.title == PushedProxySettings.__name__:  # of the environment alone
+        of_proxy = problems(error, PushedProxySettings)
+        return [f"proxy.{name}: {problem}" for name, problem in of_proxy.items()]
     found = problems(error, TrainerSettings, SYNONYMS)
     for one in error.errors():
         name = ".".join(map(str, one["loc"]))
