@@ -10,6 +10,8 @@ from tracegrad.context import proxy_url
 from tracegrad.protocol import FEEDBACK_PATH
 from tracegrad.transport import REQUEST_TIMEOUT_S, post_json
 
+_DAY_S = 86_400
+
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
@@ -64,8 +66,10 @@ def feedback(
         ProxyRefused: it is wrong; the message names the field.
         ProxyUnreachable: the proxy does not answer in time, or cannot store it now. It may store
             what it was sent all the same: try again with the same `idempotency_key`.
-        ValueError: TRACEGRAD_URL or TRACEGRAD_API_KEY cannot be used.
+        ValueError: `timeout_s` is no time, or TRACEGRAD_URL or TRACEGRAD_API_KEY cannot be used.
     """
+    if not 0 < timeout_s <= _DAY_S:
+        raise ValueError(f"timeout_s: {timeout_s} is not above 0 and a day ({_DAY_S:,} s) at most")
     body: dict[str, Any] = {"name": name, "scope": scope}
     if value is None:
         body["withdraw"] = True

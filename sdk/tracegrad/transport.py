@@ -81,6 +81,11 @@ def _answered(
             raise ProxyUnreachable(f"it answers {error.code}: {_message(_reason(error))}") from None
     except urllib.error.URLError as error:
         raise ProxyUnreachable(str(error.reason)) from error
+    except TimeoutError as error:
+        raise ProxyUnreachable(
+            f"it took the request and did not answer within {timeout_s:g} s; it may do what was"
+            " asked all the same"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise ProxyUnreachable(f"{type(error).__name__}: {error}") from error
 

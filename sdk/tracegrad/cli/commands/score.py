@@ -68,7 +68,7 @@ def score_command(
         fail(str(error), USAGE_ERROR)
     except ProxyUnreachable as error:
         at = "TRACEGRAD_URL" if url is None else f"--url {url}"
-        fail(f"the proxy does not take it: {error}; is {at} right?", NO_PROXY)
+        fail(f"the proxy did not take it: {error}; is {at} right?", NO_PROXY)
     if as_json:
         print_json(asdict(given))
     else:

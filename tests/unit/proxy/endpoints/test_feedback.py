@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +19,7 @@ from tracegrad import Feedback, feedback
 from tracegrad.cli.app import app
 from tracegrad.cli.commands.score import PATIENCE_S
 from tracegrad.store import Store
-from tracegrad.transport import ProxyRefused, ProxyUnreachable
+from tracegrad.transport import REQUEST_TIMEOUT_S, ProxyRefused, ProxyUnreachable
 
 Json = dict[str, Any]
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -151,11 +153,27 @@ def test_a_rollout_that_nobody_knows_is_said(rig: ProxyWithEngine) -> None:
     assert give(rig.http, rollout_id="typo", thumbs="up")["unknown_rollout"] is True
 
 
-def test_who_gives_feedback_says_how_long_to_wait() -> None:
+def test_who_gives_feedback_says_how_long_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ProxyUnreachable, match="timed out"):
+        with pytest.raises(ProxyUnreachable, match=r"did not answer within 0\.01 s; it may do"):
             feedback(1.0, rollout_id="r1", url=url, timeout_s=0.01)
+    waited: list[float] = []
+
+    def refuses(_opener: object, _request: object, *, timeout: float) -> None:
+        waited.append(timeout)
+        raise OSError("not there")
+
+    monkeypatch.setattr(urllib.request.OpenerDirector, "open", refuses)
+    monkeypatch.setenv("TRACEGRAD_URL", url)
+    for more in ({}, {"timeout_s": 7.0}):
+        with pytest.raises(ProxyUnreachable, match="not there"):
+            feedback(1.0, rollout_id="r1", **more)
+    assert CliRunner().invoke(app, ["score", "r1", "1"]).exit_code == 3
+    assert waited == [REQUEST_TIMEOUT_S, 7.0, PATIENCE_S]
+    for no_time in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"^timeout_s: "):
+            feedback(1.0, rollout_id="r1", timeout_s=no_time)
 
 
 def test_the_function_and_the_command_say_what_became_of_it(
