@@ -446,11 +446,16 @@ def sft(
     from tracegrad_trainer.sft.config import check_settings_used, load_sft_settings
 
     named = {"optim.lr": lr, "proxy.store": store, "objective.preset": preset}
+    # No vLLM runs beside it: it may have the GPUs that a file gives to that.
+    named |= {"gpus.vllm": "null", "gpus.share": "null"}
     flags = _flags(sets, model=model, state_dir=state_dir, ranks=ranks, seed=seed, **named)
+    try:
+        check_settings_used(sets or [])
+    except ValueError as error:
+        _fail(f"trainer sft: {error}")
     trainer = _settings(config, flags, "sft")
     trainer = trainer if dry_run else _on_training_gpus(trainer, "sft")
     try:
-        check_settings_used(sets or [])
         settings = load_sft_settings(
             trainer,
             which,

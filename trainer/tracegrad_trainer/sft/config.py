@@ -28,8 +28,8 @@ Preset = Literal["sft", "dpo", "kto"]
 class SftSettings(BaseModel):
     """One run over stored traces. `which` holds the fields of a `RolloutFilter`.
 
-    Of `trainer` it uses model, reference, store, ranks, seed, and the tables batches, objective,
-    optim, fsdp, checkpoint and metrics.
+    Of `trainer` it uses model, reference, state_dir, store, ranks, seed, gpus.train, and the tables
+    batches, objective, optim, fsdp, checkpoint and metrics.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -154,6 +154,8 @@ def check_settings_used(sets: Sequence[str]) -> None:
     for given in sets:
         name = given.partition("=")[0].strip()
         table = name.partition(".")[0]
+        if name in _USED_OF:
+            raise ValueError(f"{name}: trainer sft uses {_USED_OF[name]} of it alone; set that")
         if table in _UNUSED_TABLES or _USED_OF.get(table, name) != name:
             raise ValueError(f"{name}: trainer sft does not use it; leave it out")
         if name in _UNUSED:

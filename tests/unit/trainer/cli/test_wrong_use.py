@@ -8,6 +8,7 @@ import pytest
 
 from support.trainer.prepared_run import save_smallest_model
 from tracegrad.settings_sources import SettingsError, setting_names
+from tracegrad.store import Store
 from tracegrad_trainer.cli.app import app
 from tracegrad_trainer.config.loading import load_settings
 from tracegrad_trainer.config.trainer import TrainerSettings
@@ -86,6 +87,24 @@ def test_sft_refuses_what_it_does_not_use(
     assert not (tmp_path / "s").exists()
 
 
+def test_sft_may_have_the_gpus_that_a_file_gives_to_vllm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save_smallest_model(tmp_path / "model")
+    file = tmp_path / "mine.toml"
+    file.write_text("[gpus]\nvllm = '0'\ntrain = '1'\n")
+    Store.open(f"sqlite:///{tmp_path}/s/store.db").close()
+    words = ["sft", "--config", str(file), "--model", str(model), "--state-dir", f"{tmp_path}/s"]
+    for more in ([], ["--set", "gpus.train=0-1"]):
+        with pytest.raises(SystemExit):
+            app([*words, "--dry-run", *more])
+        assert "no rollouts match" in capsys.readouterr().out, "the settings are in order"
+    with pytest.raises(SystemExit) as end:
+        app([*words, "--set", 'gpus={"train": "0"}'])
+    assert end.value.code == 2
+    assert "gpus: trainer sft uses gpus.train of it alone; set that" in capsys.readouterr().err
+
+
 def test_every_setting_is_used_by_sft_or_refused(tmp_path: Path) -> None:
     """Of a table that it uses, all but those that are another command's."""
     used = {"model", "reference", "state_dir", "ranks", "seed", "proxy.store", "gpus.train"}
@@ -117,14 +136,33 @@ def test_a_misspelt_variable_is_named(
     assert "there is no such folder" in lines[3]
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "setting", "file"),
+    [
+        ("TRACEGRAD_TRAINER_OPTIM__LR", "fast", "optim.lr", ""),
+        ("tracegrad_trainer_optim__lr", "fast", "optim.lr", ""),
+        ("TRACEGRAD_TRAINER_OPTIM__LRR", "1", "optim.lrr", ""),
+        ("TRACEGRAD_TRAINER_PROXY__PORT", "abc", "proxy.port", ""),
+        ("TRACEGRAD_PROXY_PORT", "abc", "proxy.port", ""),
+        ("TRACEGRAD_PROXY_PORT", "abc", "proxy.port", "[proxy]\nhost = '127.0.0.1'"),
+        ("TRACEGRAD_API_KEY", "short", "proxy.admin_key", ""),
+    ],
+)
 def test_a_wrong_value_of_the_environment_names_its_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    value: str,
+    setting: str,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("TRACEGRAD_TRAINER_OPTIM__LR", "fast")
+    monkeypatch.setenv(variable, value)
+    config = tmp_path / "mine.toml"
+    config.write_text(file)
     with pytest.raises(SettingsError) as error:
-        load_settings(None, [f"model={save_smallest_model(tmp_path / 'model')}"])
-    assert str(error.value).startswith("optim.lr: ")
-    assert str(error.value).endswith(" (given by TRACEGRAD_TRAINER_OPTIM__LR)")
+        load_settings(config, [f"model={save_smallest_model(tmp_path / 'model')}"])
+    assert str(error.value).startswith(f"{setting}: ")
+    assert str(error.value).endswith(f" (given by {variable.upper()})")
 
 
 def test_a_state_folder_that_is_a_file_names_the_setting(tmp_path: Path) -> None:
