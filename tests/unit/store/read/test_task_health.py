@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,6 +13,7 @@ from sqlalchemy import func, select
 from support.store.events import chain
 from tracegrad.events import Event, Outcome, Reward, RolloutFinished, RolloutStarted
 from tracegrad.store import Store
+from tracegrad.store.ledger import quarantine
 from tracegrad.store.ledger.quarantine import apply_rule, decide
 from tracegrad.store.models import TaskDecisions
 from tracegrad.store.read.task_health import (
@@ -129,6 +130,23 @@ def test_where_nobody_succeeds_the_machine_fails_and_no_task_is_to_blame(store: 
     ]
     attempt(store, "third", outcome=Outcome.BUDGET, reward=0.0)
     assert applied(store).state == "quarantined"
+
+
+def test_the_writers_lock_is_held_for_those_alone_that_are_decided_about(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[Subject]] = []
+
+    def health(connection: object, subjects: Collection[Subject], rule: object) -> object:
+        asked.append([*subjects])
+        return subject_health(connection, subjects, rule)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(quarantine, "subject_health", health)
+    fail(store)
+    attempt(store, "other", reward=1.0)
+    both = [Subject("task", "other"), TASK]
+    assert [one.state for one in apply_rule(store, both, RULE)] == ["ok", "quarantined"]
+    assert asked == [both, [TASK], both]
 
 
 def test_one_that_may_be_tried_again_is_released_by_its_own_success(store: Store) -> None:

@@ -195,7 +195,7 @@ server.listen()
 while not os.path.exists({str(dead)!r}):
     time.sleep(0.01)
 server.close()
-time.sleep(60)
+time.sleep(3600)
 """
     with Pretender(given, code) as process:
         process.wait_until_ready(lambda: not is_port_closed(given.url), timeout_s=60)
