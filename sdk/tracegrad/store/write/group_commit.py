@@ -365,7 +365,7 @@ class GroupCommitWriter:
             for submission in batch:
                 self._release(submission)
         self._doubtful -= acknowledged
-        self._sent = set()  # that is known now: a later failure is of nothing of it
+        self._sent = set()  # committed: a later failure says nothing about them
         for submission in done:
             submission.set_result(None)
         _fail(late, StoreUnavailable(_TOO_LATE))
