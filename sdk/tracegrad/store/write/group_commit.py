@@ -76,22 +76,35 @@ class _Stage(Enum):
     SETTLED = auto()
 
 
+class SubmissionWriter(Protocol):
+    """Who has taken a submission, and hears that its caller gives up."""
+
+    def _withdraw(self, submission: Any, reason: str, /) -> None: ...
+    def _abandon(self, submission: Any, /) -> bool: ...
+
+
 class Submission(Future[None]):
     """Events of one caller, which stand or fall together.
 
     Resolves when they are on the disk; fails with `EventRejected`, or with `StoreUnavailable`: then
-    none of its turns will be trained.
+    none of its turns will be trained. `size`: bytes that they take up; estimated where it is None.
     """
 
     def __init__(
-        self, events: Sequence[Event] = (), writer: GroupCommitWriter | None = None
+        self,
+        events: Sequence[Event] = (),
+        writer: SubmissionWriter | None = None,
+        *,
+        size: int | None = None,
     ) -> None:
         super().__init__()
         # A future that runs cannot be cancelled: the thread is free to resolve it.
         self.set_running_or_notify_cancel()
         self.events = tuple(events)
         self._writer = writer
-        self._size = sum(map(estimate_bytes, self.events)) if writer is not None else 0
+        if size is None:
+            size = sum(map(estimate_bytes, self.events)) if writer is not None else 0
+        self._size = size
         self._stage = _Stage.WAITING
         self._given_up = self._abandoned = False
 
@@ -107,6 +120,11 @@ class Submission(Future[None]):
 
     def turn_ids(self) -> list[str]:
         return [event.turn_id for event in self.events if isinstance(event, Turn)]
+
+
+class _Doubt(NamedTuple):
+    turn_ids: frozenset[str]
+    marked: Future[None]
 
 
 class WriterLoad(NamedTuple):
@@ -146,20 +164,23 @@ class GroupCommitWriter:
         self._queue: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below, and of the states of submissions
         self._held = self._held_bytes = self._refused = self._unacknowledged = 0
+        self._reported: list[_Doubt] = []
         self._closed = False
         # Of the thread alone: the turns that a transaction whose commit was sent makes trainable,
         # and those that may be so although their callers were refused.
         self._sent: set[str] = set()
         self._doubtful: set[str] = set()
+        self._doubts: list[_Doubt] = []  # of others, among them
         self._thread = threading.Thread(target=self._run, name="tracegrad-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, events: Sequence[Event]) -> Submission:
+    def submit(self, events: Sequence[Event], *, size: int | None = None) -> Submission:
         """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`.
 
-        Cancelling a submission does not take it back: see `Submission.withdraw`.
+        Cancelling a submission does not take it back: see `Submission.withdraw`. `size`: as
+        `Submission`.
         """
-        submission = Submission(events, self)
+        submission = Submission(events, self, size=size)
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store's writer is closed")
@@ -174,6 +195,19 @@ class GroupCommitWriter:
             self._held_bytes = size
             self._queue.put(submission)
         return submission
+
+    def doubt(self, turn_ids: Iterable[str]) -> Future[None]:
+        """Turns that another writer may have stored, and whose callers were refused: those that
+        are stored are marked `unacknowledged`. Resolves when that is done, however long the store
+        cannot be written."""
+        reported = _Doubt(frozenset(turn_ids), Future())
+        with self._lock:
+            if self._closed:
+                raise StoreUnavailable("the store's writer is closed")
+            self._reported.append(reported)
+            self._held += 1
+            self._queue.put(Submission(size=0))  # nothing to write: it wakes the thread
+        return reported.marked
 
     def load(self) -> WriterLoad:
         with self._lock:
@@ -380,18 +414,26 @@ class GroupCommitWriter:
         _fail(batch, error)
 
     def _mark_uncertain(self) -> None:
+        with self._lock:
+            reported, self._reported = self._reported, []
+        for doubt in reported:
+            self._doubts.append(doubt)
+            self._doubtful |= doubt.turn_ids
         if not self._doubtful:
             return
+        marked = 0
         try:
             marked = self._store.mark_unacknowledged(sorted(self._doubtful))
-        except Exception as error:
-            if not isinstance(error, StoreUnavailable):
-                log.exception("turns that were acknowledged to nobody could not be marked")
-                self._doubtful.clear()
-            return
+        except StoreUnavailable:
+            return  # again later
+        except Exception:
+            log.exception("turns that were acknowledged to nobody could not be marked")
         self._doubtful.clear()
         with self._lock:
             self._unacknowledged += marked
+        for doubt in self._doubts:
+            doubt.marked.set_result(None)
+        self._doubts.clear()
 
 
 def _turn_ids(submissions: Iterable[Submission]) -> set[str]:
