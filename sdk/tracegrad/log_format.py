@@ -1,7 +1,7 @@
 """Logs as JSON lines: one object for each record, on standard error.
 
 A line has `time` (UTC, ISO 8601, milliseconds), `level`, `logger`, `message`, `role` (which process
-of ours: proxy, worker, supervisor, rank, launcher, scorers, resampling, wake_guard), `pid`,
+of ours: proxy, worker, writer, supervisor, rank, launcher, scorers, resampling, wake_guard), `pid`,
 what the record carries as `extra=`, and `exception` (the traceback) where there is one. Workers
 and ranks have their number, as `worker` or `rank`.
 """

@@ -93,8 +93,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
-        "shared_counts",
-        "auth",
+        "process_memory shared_counts",
+        "auth store_writer",
         "engine",
         "metrics",
         "capture",

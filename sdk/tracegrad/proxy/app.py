@@ -70,6 +70,8 @@ from tracegrad.proxy.prompt_reuse.renderer_loader import EngineRenderer
 from tracegrad.proxy.prompt_reuse.resolver import PromptReuse
 from tracegrad.proxy.shared_counts import SharedCount
 from tracegrad.proxy.shared_log import SharedLog
+from tracegrad.proxy.store_async import RECONNECT_S
+from tracegrad.proxy.store_writer.frames import Opening
 from tracegrad.store import Store
 from tracegrad.store.anchors.anchor_store import AnchorStore
 from tracegrad.store.ledger.intake import Intake
@@ -132,7 +134,7 @@ def create_app(
     # Whoever gives little to the cache has little for what else is kept of calls and rollouts.
     remembered = min(MOST_REMEMBERED, _CALLS_A_MIB * settings.cache_mib)
     rollouts = min(MOST_REMEMBERED, _ROLLOUTS_A_MIB * settings.cache_mib)
-    store.remember_turns(min(MAX_TURNS, rollouts))
+    store.remember_turns(_remembered_turns(settings))
     traces = TraceIndex(min(MOST_TRACES, rollouts), others)
     exact = upstream.capabilities.exact_prompts
     text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
@@ -231,6 +233,25 @@ def create_app(
     if others is not None:
         app.add_middleware(CatchUp, others=others)
     return app
+
+
+def writer_opening(
+    settings: ProxySettings, *, worker: int | None = None, writing: int | None = None
+) -> Opening:
+    """What the process that writes for this proxy has to know, or for one `worker` of it, which
+    writes in turn with others by the file `writing`."""
+    return Opening(
+        url=settings.store.get_secret_value(),
+        log_format=settings.log_format,
+        remembered=_remembered_turns(settings),
+        reconnect_s=RECONNECT_S,
+        worker=worker,
+        writing=writing,
+    )
+
+
+def _remembered_turns(settings: ProxySettings) -> int:
+    return min(MAX_TURNS, _ROLLOUTS_A_MIB * settings.cache_mib)
 
 
 def metric_cells(settings: ProxySettings) -> MetricCells:

@@ -99,17 +99,20 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     import uvicorn
 
     from tracegrad.log_format import write_log
-    from tracegrad.proxy.app import create_app
+    from tracegrad.proxy.app import create_app, writer_opening
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config
-    from tracegrad.proxy.store_async import RECONNECT_S
-    from tracegrad.proxy.workers.process_memory import limit_arenas, tune_gc
-    from tracegrad.store import GroupCommitWriter, Store, StoreError
+    from tracegrad.proxy.process_memory import limit_arenas, tune_gc
+    from tracegrad.proxy.store_writer.client import StoreWriter
+    from tracegrad.proxy.store_writer.process import WriterProcess
+    from tracegrad.store import Store, StoreError
 
     limit_arenas()
     write_log("proxy", settings.log_format, text="%(asctime)s %(name)s %(levelname)s %(message)s")
     if settings.workers > 1 and sys.platform != "linux":
         _fail("workers: more than one runs on Linux only; leave it out here")
+    # Before anything starts a thread, as what is imported for redaction may.
+    process = WriterProcess.fork() if settings.workers == 1 else None
     _check_hooks(settings.redact)
     settings = _with_tokenizer_folder(settings)
     listener = _listener(settings, fd)
@@ -117,13 +120,13 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
         store = Store.open(settings.store)
     except (StoreError, ValueError) as error:
         _fail(f"store {settings.store}: {error}")
-    if settings.workers > 1:
+    if process is None:
         _serve_with_workers(settings, listener, store)
         return
     limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
     _warn_of_few_files(connections, settings)
-    with store, GroupCommitWriter(store, reconnect_s=RECONNECT_S) as writer:
+    with store, StoreWriter(process, writer_opening(settings), start=WriterProcess.start) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
         print(_first_line(settings, listener, store), flush=True)
@@ -135,7 +138,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
     from tracegrad.proxy.http.limits import raise_file_limit
-    from tracegrad.proxy.workers.process_memory import tune_gc
+    from tracegrad.proxy.process_memory import tune_gc
     from tracegrad.proxy.workers.supervisor import Supervisor
     from tracegrad.proxy.workers.worker import worker_settings
     from tracegrad.store import StoreError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -19,20 +19,21 @@ import uvicorn
 
 from tracegrad.events import Json
 from tracegrad.log_format import write_json_log
-from tracegrad.proxy.app import WorkerLinks, create_app
+from tracegrad.proxy.app import WorkerLinks, create_app, writer_opening
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
 from tracegrad.proxy.http.protocol import server_config
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
+from tracegrad.proxy.process_memory import tune_gc
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
-from tracegrad.proxy.store_async import RECONNECT_S
+from tracegrad.proxy.store_writer.client import StoreWriter
+from tracegrad.proxy.store_writer.process import WriterProcess
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_gate import GroupGate
 from tracegrad.proxy.workers.group_requests import GateNow
-from tracegrad.proxy.workers.process_memory import tune_gc
-from tracegrad.store import GroupCommitWriter, Store
+from tracegrad.store import Store
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -54,25 +55,8 @@ class Seat:
     gate: GateNow
     shared: SharedLog
     counts: SharedCounts
-    writing: int  # a file, for `WriteTurn`
+    writing: int  # a file, for `store_writer.write_turn`
     metrics: MetricCells
-
-
-class WriteTurn:
-    """Of workers that write one file, one at a time: SQLite would let the others look again and
-    again whether it is free. The system frees what a worker that is killed holds; one that is
-    stopped keeps it until the supervisor kills it.
-
-    Raises OSError."""
-
-    def __init__(self, file: int) -> None:
-        self._file = file
-
-    def __enter__(self) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN)
 
 
 def worker_settings(settings: ProxySettings) -> ProxySettings:
@@ -87,6 +71,7 @@ def worker_settings(settings: ProxySettings) -> ProxySettings:
 def run_worker(seat: Seat) -> None:
     """Until SIGTERM, or the supervisor's end."""
     _on_signals(lambda *_: sys.exit(0))
+    process = WriterProcess.fork(inherited=[seat.writing])
     if seat.settings.log_format == "json":
         write_json_log("worker", worker=seat.number)
     settings = worker_settings(seat.settings)
@@ -94,8 +79,12 @@ def run_worker(seat: Seat) -> None:
     store = Store.attach(settings.store)
     limits = ConnectionLimits.of(settings)
     limits = replace(limits, connections=raise_file_limit(limits.connections))
-    turn = WriteTurn(seat.writing) if store.database.url.get_backend_name() == "sqlite" else None
-    with store, GroupCommitWriter(store, turn=turn, reconnect_s=RECONNECT_S) as writer:
+    one_file = store.database.url.get_backend_name() == "sqlite"
+    opening = writer_opening(
+        settings, worker=seat.number, writing=seat.writing if one_file else None
+    )
+    start = partial(WriterProcess.start, inherited=[seat.writing])
+    with store, StoreWriter(process, opening, start=start) as writer:
         gate = WeightUpdateGate(
             seat.gate.version,
             held=seat.gate.held_for(time.monotonic()) is not None,

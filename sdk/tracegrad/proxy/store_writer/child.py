@@ -1,0 +1,131 @@
+"""What the writing process does: `python -m tracegrad.proxy.store_writer.child FD`.
+
+It has no other work than the store's: in one process, a busy event loop and a thread that writes
+wait for each other's interpreter. It ends when its proxy does, which it sees by the socket, and
+when what it has read is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import Future
+from functools import partial
+
+from tracegrad.host_memory import RETURN_EVERY_S, return_freed_memory
+from tracegrad.log_format import write_json_log, write_log
+from tracegrad.proxy.process_memory import limit_arenas, tune_gc
+from tracegrad.proxy.store_writer.frames import Frame, Kind, Opening, encode, pickled, read_frame
+from tracegrad.proxy.store_writer.write_turn import WriteTurn
+from tracegrad.store import GroupCommitWriter, Store, StoreError, Submission
+
+log = logging.getLogger("tracegrad.proxy")
+
+_READ_BYTES = 1 << 20
+# While the writing thread computes, the one that reads what is next waits so long at most.
+_SWITCH_S = 0.0005
+_UNBOUNDED = sys.maxsize  # its proxy counts what waits, here too
+
+
+def run(connection: socket.socket) -> None:
+    """Until the other end is closed."""
+    # Ctrl-C reaches all processes of a terminal; what the proxy still has in hand is to be written.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    sys.setswitchinterval(_SWITCH_S)
+    connection.setblocking(True)
+    with connection, connection.makefile("rb", buffering=_READ_BYTES) as stream:
+        frame = read_frame(stream)
+        if frame is None:
+            return
+        opening: Opening = frame.value()
+        if opening.log_format == "json":
+            fields = {} if opening.worker is None else {"worker": opening.worker}
+            write_json_log("writer", **fields)
+        turn = None if opening.writing is None else WriteTurn(opening.writing)
+        threading.Thread(target=_return_memory, daemon=True).start()
+        with (
+            Store.attach(opening.url) as store,
+            GroupCommitWriter(
+                store,
+                max_submissions=_UNBOUNDED,
+                max_bytes=_UNBOUNDED,
+                turn=turn,
+                reconnect_s=opening.reconnect_s,
+            ) as writer,
+        ):
+            store.remember_turns(opening.remembered)
+            tune_gc()
+            serving = _Serving(connection, writer)
+            while (frame := read_frame(stream)) is not None:
+                serving.receive(frame)
+
+
+def _return_memory() -> None:
+    while True:
+        threading.Event().wait(RETURN_EVERY_S)
+        return_freed_memory()
+
+
+class _Serving:
+    """Answers are written by whichever thread knows them: the one that reads, or the writer's."""
+
+    def __init__(self, connection: socket.socket, writer: GroupCommitWriter) -> None:
+        self._connection = connection
+        self._writer = writer
+        self._open: dict[int, Submission] = {}  # by the proxy's numbers
+        self._said = 0  # turns without acknowledgement
+        self._sending = threading.Lock()
+
+    def receive(self, frame: Frame) -> None:
+        match frame.kind:
+            case Kind.SUBMIT:
+                submission = self._writer.submit(frame.value(), size=len(frame.payload))
+                self._open[frame.number] = submission
+                submission.add_done_callback(partial(self._settled, frame.number))
+            case Kind.WITHDRAW:
+                if (unwanted := self._open.get(frame.number)) is not None:
+                    unwanted.withdraw(frame.payload.decode())
+            case Kind.ABANDON:
+                if (unwanted := self._open.get(frame.number)) is not None:
+                    unwanted.abandon()
+            case Kind.DOUBT:
+                marked = self._writer.doubt(frame.value())
+                marked.add_done_callback(partial(self._settled, frame.number))
+            case Kind.PING:
+                self._send(encode(Kind.PONG, frame.number))
+
+    def _settled(self, number: int, done: Future[None]) -> None:
+        self._open.pop(number, None)
+        error = done.exception()
+        if error is None:
+            answer = encode(Kind.DONE, number)
+        else:
+            answer = encode(Kind.FAILED, number, _pickled_error(error))
+        if (unacknowledged := self._writer.load().unacknowledged) != self._said:
+            self._said = unacknowledged
+            answer = encode(Kind.UNACKNOWLEDGED, unacknowledged) + answer
+        self._send(answer)
+
+    def _send(self, data: bytes) -> None:
+        try:
+            with self._sending:
+                self._connection.sendall(data)
+        except OSError:  # the proxy has ended; what it submitted is written all the same
+            pass
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    if isinstance(error, StoreError):
+        return pickled(type(error)(str(error)))
+    log.error("events cannot be written", exc_info=error)
+    return pickled(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+if __name__ == "__main__":
+    write_log("writer", text="%(asctime)s %(name)s %(levelname)s %(message)s")
+    limit_arenas()
+    run(socket.socket(fileno=int(sys.argv[1])))

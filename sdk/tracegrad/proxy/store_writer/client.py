@@ -1,0 +1,321 @@
+"""The store's writer as an event loop has it: events go to a process of their own and are answered.
+
+What that process has not answered is kept, and given to the next one where it ends: events that are
+stored already change nothing (`store.Store.append`). What a caller has given up is not written
+again; the turns of it that may be stored are marked instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import InvalidStateError
+from contextlib import suppress
+from itertools import count
+from typing import Any, Self
+
+from tracegrad.events import Event
+from tracegrad.proxy.store_async import COMMIT_TIMEOUT_S, STORE_TIMEOUT_S
+from tracegrad.proxy.store_writer.frames import (
+    Frame,
+    FrameReader,
+    Kind,
+    Opening,
+    encode,
+    head,
+    pickled,
+)
+from tracegrad.proxy.store_writer.process import WriterProcess
+from tracegrad.store import (
+    EventRejected,
+    GroupCommitWriter,
+    Store,
+    StoreBusy,
+    StoreUnavailable,
+    Submission,
+    WriterLoad,
+)
+from tracegrad.store.write.group_commit import MAX_BYTES, MAX_SUBMISSIONS
+
+log = logging.getLogger("tracegrad.proxy")
+
+# A process that does not answer so many looks in a row is killed, after half a minute: looks and
+# not time, since a proxy that was stopped itself blames nobody. A store that hangs is no reason:
+# answers to looks do not wait for it.
+LOOK_EVERY_S = 5.0
+MISSED_LOOKS = 6
+MISSED_AT_START = 60  # a busy machine takes its time for an interpreter
+# Before another process is started: at once after one that answered anything, else doubling.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
+
+# For the last commits of a process that is not needed any more.
+_END_S = STORE_TIMEOUT_S + COMMIT_TIMEOUT_S
+
+Start = Callable[[], WriterProcess]
+
+
+class _Sent(Submission):
+    """`given_up`: why its caller waits no more. `tried`: a process had it, and may have stored
+    it."""
+
+    def __init__(self, number: int, events: Sequence[Event], data: bytes, writer: StoreWriter):
+        super().__init__(events, writer, size=len(data))
+        self.number = number
+        self.data = data
+        self.given_up: str | None = None
+        self.tried = False
+
+
+class StoreWriter:
+    """`capture.recorder.EventWriter` for one event loop, the one that it is first used in.
+
+    At the end of the `with`, which comes after that loop's, all is written that was submitted.
+    """
+
+    def __init__(
+        self,
+        process: WriterProcess,
+        opening: Opening,
+        *,
+        start: Start,
+        max_submissions: int = MAX_SUBMISSIONS,
+        max_bytes: int = MAX_BYTES,
+    ) -> None:
+        """`start` gives the next process where one ends. The bounds: as `GroupCommitWriter`'s."""
+        self._process = process
+        self._opening = opening
+        self._start = start
+        self._max_submissions, self._max_bytes = max_submissions, max_bytes
+        self._numbers = count(1)
+        self._outstanding: dict[int, _Sent] = {}  # in order
+        self._held_bytes = self._refused = 0
+        self._unacknowledged = self._before = 0  # by this process, and by those before it
+        self._doubtful: set[str] = set()  # that are not known to be marked
+        self._doubted: dict[int, frozenset[str]] = {}  # by the number that was asked with
+        self._transport: asyncio.Transport | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._unanswered = self._failures = 0
+        self._heard = False  # anything of this process
+        self._closed = False
+
+    # What a proxy does with it
+
+    def submit(self, events: Sequence[Event]) -> Submission:
+        """Raises `StoreBusy` at once when too much waits, StoreUnavailable after `close`,
+        EventRejected for events that have no bytes."""
+        if self._closed:
+            raise StoreUnavailable("the store's writer is closed")
+        data = _bytes_of(events)
+        size, held = self._held_bytes + len(data), len(self._outstanding)
+        if held and (held >= self._max_submissions or size > self._max_bytes):
+            self._refused += 1
+            raise StoreBusy(
+                f"{held} submissions of {self._held_bytes >> 20} MiB wait to be written,"
+                f" and at most {self._max_submissions} of {self._max_bytes >> 20} MiB may"
+            )
+        submission = _Sent(next(self._numbers), events, data, self)
+        self._outstanding[submission.number] = submission
+        self._held_bytes = size
+        if self._transport is not None:
+            self._send(submission)
+        elif self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._do(self._connect())
+            self._do(self._watch())
+        return submission
+
+    def load(self) -> WriterLoad:
+        unacknowledged = self._before + self._unacknowledged
+        return WriterLoad(len(self._outstanding), self._held_bytes, self._refused, unacknowledged)
+
+    def _withdraw(self, submission: _Sent, reason: str) -> None:
+        if submission.done():
+            return
+        submission.given_up = reason
+        if self._transport is not None:
+            self._transport.write(encode(Kind.WITHDRAW, submission.number, reason.encode()))
+        else:
+            self._give_up(submission)
+
+    def _abandon(self, submission: _Sent) -> bool:
+        if submission.done():
+            return False
+        submission.given_up = submission.given_up or "its caller had given up"
+        if self._transport is not None:
+            self._transport.write(encode(Kind.ABANDON, submission.number))
+        return True
+
+    # The connection
+
+    def _do(self, work: Any) -> None:
+        assert self._loop is not None, "in use"
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _connect(self) -> None:
+        assert self._loop is not None, "in use"
+        # Its own file: the loop closes what it is given, when it thinks fit.
+        connection = self._process.connection.dup()
+        await self._loop.create_connection(lambda: _Connection(self), sock=connection)
+
+    def _connected(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._unanswered, self._heard = 0, False
+        transport.write(encode(Kind.OPEN, payload=pickled(self._opening)))
+        if self._doubtful:
+            number = next(self._numbers)
+            self._doubted[number] = frozenset(self._doubtful)
+            transport.write(encode(Kind.DOUBT, number, pickled(self._doubted[number])))
+        for submission in self._outstanding.values():
+            self._send(submission)
+
+    def _send(self, submission: _Sent) -> None:
+        assert self._transport is not None, "connected"
+        submission.tried = True
+        first = head(Kind.SUBMIT, submission.number, submission.data)
+        self._transport.writelines((first, submission.data))
+
+    def _received(self, frame: Frame) -> None:
+        self._unanswered = self._failures = 0
+        self._heard = True
+        if frame.kind == Kind.UNACKNOWLEDGED:
+            self._unacknowledged = frame.number
+        elif (marked := self._doubted.pop(frame.number, None)) is not None:
+            self._doubtful -= marked
+        elif (submission := self._outstanding.get(frame.number)) is not None:
+            self._settle(submission, frame.value() if frame.kind == Kind.FAILED else None)
+
+    def _settle(self, submission: _Sent, error: Exception | None) -> None:
+        del self._outstanding[submission.number]
+        self._held_bytes -= len(submission.data)
+        with suppress(InvalidStateError):
+            if error is None:
+                submission.set_result(None)
+            else:
+                submission.set_exception(error)
+
+    def _give_up(self, submission: _Sent) -> None:
+        """Where no process has it any more."""
+        if submission.tried:
+            self._doubtful.update(submission.turn_ids())
+        self._settle(submission, StoreUnavailable(submission.given_up or "it was not written"))
+
+    def _lost(self) -> None:
+        """The process has ended, or closed its end; or the loop has."""
+        self._transport = None
+        if self._loop is not None and not self._loop.is_closed() and not self._closed:
+            self._do(self._again())
+
+    async def _again(self) -> None:
+        # What it was about to commit is stored, or is not, once it is gone.
+        self._process.kill()
+        status = await asyncio.to_thread(self._process.wait)
+        log.error(
+            "the store's writer (process %d) %s; it is started again",
+            self._process.pid,
+            _how_ended(status),
+        )
+        self._process.hang_up()
+        self._before, self._unacknowledged = self._before + self._unacknowledged, 0
+        self._doubted.clear()
+        for submission in [each for each in self._outstanding.values() if each.given_up]:
+            self._give_up(submission)
+        while True:
+            if self._failures:
+                pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10)
+                await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
+            self._failures += 1
+            try:
+                self._process = self._start()
+            except OSError as error:
+                log.error("the store's writer cannot be started: %s", error)
+            else:
+                return await self._connect()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._transport is None:
+                continue
+            if self._unanswered >= (MISSED_LOOKS if self._heard else MISSED_AT_START):
+                log.error("the store's writer (process %d) does nothing", self._process.pid)
+                self._process.kill()
+                continue
+            self._unanswered += 1
+            self._transport.write(encode(Kind.PING, next(self._numbers)))
+
+    # The end
+
+    def close(self) -> None:
+        """Once the loop has ended. What was submitted is written, and its process gone."""
+        if self._closed:
+            return
+        self._closed = True
+        self._process.hang_up()
+        if self._process.wait(_END_S) is None:
+            log.error("the store's writer (process %d) does not end", self._process.pid)
+            self._process.kill()
+            self._process.wait()
+        if self._outstanding or self._doubtful:
+            self._write_the_rest()
+
+    def _write_the_rest(self) -> None:
+        """Here: what the loop had not sent, or whose answers it did not get."""
+        waiting = list(self._outstanding.values())
+        for submission in [each for each in waiting if each.given_up]:
+            self._give_up(submission)
+        with (
+            Store.attach(self._opening.url) as store,
+            GroupCommitWriter(store, reconnect_s=self._opening.reconnect_s) as writer,
+        ):
+            if self._doubtful:
+                writer.doubt(self._doubtful)
+            left = list(self._outstanding.values())
+            written = [writer.submit(each.events, size=len(each.data)) for each in left]
+        for submission, done in zip(left, written, strict=True):
+            error = done.exception()
+            if error is not None:
+                log.error("events are lost: %s", error)
+            self._settle(submission, error if isinstance(error, Exception) else None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, writer: StoreWriter) -> None:
+        self._writer = writer
+        self._reader = FrameReader()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not subclasses of asyncio's.
+        self._writer._connected(transport)  # type: ignore[arg-type]
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._reader.feed(data):
+            self._writer._received(frame)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._writer._lost()
+
+
+def _how_ended(status: int | None) -> str:
+    if status is None or status >= 0:
+        return f"exited with {status}"
+    return f"was ended by {signal.Signals(-status).name}"
+
+
+def _bytes_of(events: Iterable[Event]) -> bytes:
+    try:
+        return pickled(tuple(events))
+    except RecursionError:
+        raise EventRejected("an event holds values that are nested too deeply for JSON") from None
+    except Exception as error:
+        raise EventRejected(f"an event holds a value that cannot be stored: {error}") from error

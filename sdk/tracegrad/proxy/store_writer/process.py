@@ -1,0 +1,123 @@
+"""Starts the process that writes the store, and ends it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from typing import NoReturn
+
+from tracegrad.proxy.store_writer.child import run
+
+log = logging.getLogger("tracegrad.proxy")
+
+_BUFFER_BYTES = 4 << 20
+_FIRST_FILE = 3  # after standard input, output, errors
+_LOOK_AGAIN_S = 0.005
+
+
+class WriterProcess:
+    """`connection` is this end of its sockets."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.connection = connection
+        self.pid = pid
+        self._status: int | None = None
+        self._waiting = threading.Lock()
+
+    @classmethod
+    def fork(cls, *, inherited: Collection[int] = ()) -> WriterProcess:
+        """For a process that has no thread and no event loop yet: it costs neither the time nor
+        the memory of another interpreter. `inherited`: files that stay open, beside the standard
+        ones."""
+        ours, theirs = _socket_pair()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid == 0:
+            _become(theirs, inherited)
+        theirs.close()
+        return cls(ours, pid)
+
+    @classmethod
+    def start(cls, *, inherited: Collection[int] = ()) -> WriterProcess:
+        """In place of one that ended. Raises OSError."""
+        ours, theirs = _socket_pair()
+        with theirs:
+            module = "tracegrad.proxy.store_writer.child"
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(), *inherited),
+                stdin=subprocess.DEVNULL,
+            )
+        process.returncode = 0  # `wait` is ours: Popen warns of processes that it has not seen end
+        return cls(ours, process.pid)
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, limit_s: float | None = None) -> int | None:
+        """How it ended: its exit status, or minus the signal; None: it has not, in this time."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        with self._waiting:
+            while self._status is None:
+                pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+                if pid:
+                    self._status = os.waitstatus_to_exitcode(status)
+                elif deadline is not None and time.monotonic() > deadline:
+                    return None
+                else:
+                    time.sleep(_LOOK_AGAIN_S)
+            return self._status
+
+    def hang_up(self) -> None:
+        """It ends when it has written what it has read."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    for end in pair:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    return pair
+
+
+def _become(connection: socket.socket, inherited: Collection[int]) -> NoReturn:
+    """In the fork. Nothing else of the proxy's stays open: who waits for the end of what the proxy
+    holds (its port, another worker's sockets) must not wait for this process."""
+    code = 1
+    try:
+        # What the proxy left behind must not be closed later, when its numbers mean other files.
+        gc.freeze()
+        _close_all_but({connection.fileno(), *inherited})
+        run(connection)
+        code = 0
+    except BaseException:
+        log.critical("the store's writer ends", exc_info=True)
+    finally:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _close_all_but(kept: Collection[int]) -> None:
+    below = _FIRST_FILE
+    for file in sorted(kept):
+        if file >= below:
+            os.closerange(below, file)
+            below = file + 1
+    os.closerange(below, os.sysconf("SC_OPEN_MAX"))
