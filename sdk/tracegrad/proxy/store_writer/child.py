@@ -83,9 +83,7 @@ class _Serving:
     def receive(self, frame: Frame) -> None:
         match frame.kind:
             case Kind.SUBMIT:
-                submission = self._writer.submit(frame.value(), size=len(frame.payload))
-                self._open[frame.number] = submission
-                submission.add_done_callback(partial(self._settled, frame.number))
+                self._submit(frame)
             case Kind.WITHDRAW:
                 if (unwanted := self._open.get(frame.number)) is not None:
                     unwanted.withdraw(frame.payload.decode())
@@ -97,6 +95,17 @@ class _Serving:
                 marked.add_done_callback(partial(self._settled, frame.number))
             case Kind.PING:
                 self._send(encode(Kind.PONG, frame.number))
+
+    def _submit(self, frame: Frame) -> None:
+        try:
+            submission = self._writer.submit(frame.value(), size=len(frame.payload))
+        except Exception as error:
+            # A value of a class that only the proxy can import, say: the next process would end
+            # by it too.
+            self._send(encode(Kind.FAILED, frame.number, _pickled_error(error)))
+            return
+        self._open[frame.number] = submission
+        submission.add_done_callback(partial(self._settled, frame.number))
 
     def _settled(self, number: int, done: Future[None]) -> None:
         self._open.pop(number, None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tracegrad.log_format import LogFormat
 
-_HEAD = struct.Struct("<BQI")
+_HEAD = struct.Struct("<BQQ")
 HEAD_BYTES = _HEAD.size
 
 

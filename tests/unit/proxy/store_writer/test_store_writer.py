@@ -36,6 +36,10 @@ Work = Callable[[StoreWriter], Awaitable[None]]
 Runner = Callable[[Any], Any]
 
 
+class OnlyHere:
+    """A value of a class that the writing process cannot import."""
+
+
 both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
 
 
@@ -172,6 +176,7 @@ def test_errors_come_back_as_they_are(store: Store, run: Runner) -> None:
     orphan = make_turn("b", "r", parent=make_turn("a", "r"))
     unknown = make_turn("c", "r", request={"value": threading.Lock()})
     odd = make_turn("d", "r", model=object())
+    elsewhere = make_turn("g", "r", request={"value": OnlyHere()})
 
     async def refused() -> None:
         for turn, error, words in (
@@ -186,6 +191,8 @@ def test_errors_come_back_as_they_are(store: Store, run: Runner) -> None:
             writer.submit([unknown])
         with pytest.raises(RuntimeError, match="Error: "):
             await wait_committed(writer.submit([odd]))
+        with pytest.raises(RuntimeError, match="Error: "):
+            await wait_committed(writer.submit([elsewhere]))
         await wait_committed(writer.submit([make_turn("f", "r")]))
 
     with opened(store) as writer:
