@@ -1,5 +1,5 @@
-"""The proxy, or one of its workers, killed with SIGKILL while agents call it: what they saw the end
-of is in the store."""
+"""The proxy, one of its workers or the process that writes for it, killed with SIGKILL while agents
+call it: what they saw the end of is in the store."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from support.agents.conversation_load import ConversationLoad, lost_calls
@@ -86,6 +87,48 @@ def test_a_killed_worker_loses_nothing_and_the_others_go_on(
     assert {each.status for each in callers.failed} <= {None}
     assert len(callers.failed) <= kills * _CALLERS, "those who were connected to another go on"
     assert len(callers.ended) <= captured <= len(callers.ended) + kills * _CALLERS
+
+
+@pytest.mark.parametrize(("url", "workers"), [("sqlite", 2), ("postgres", 1)], indirect=["url"])
+def test_a_killed_writer_costs_no_call(
+    engine_url: str, url: str, tmp_path: Path, workers: int
+) -> None:
+    kills, draw = 6, random.Random(drawn_seed())
+    proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=workers)
+    proxy.start()
+    try:
+        with ConversationLoad(proxy.url, _CALLERS) as callers:
+            for number in range(1, kills + 1):
+                before = len(callers.ended)
+                eventually(lambda seen=before: len(callers.ended) > seen + _CALLERS, 60)
+                time.sleep(draw.uniform(0, _WITHIN_S))
+                os.kill(draw.choice(writers(proxy)), signal.SIGKILL)
+                eventually(lambda n=number: started_again(proxy) == n, 60)
+            before = len(callers.ended)
+            eventually(lambda: len(callers.ended) > before + _CALLERS, 60)
+    finally:
+        proxy.close()
+    with Store.open(url) as store:
+        faults = [*lost_calls(store, callers), *integrity(store)]
+        counts = store.turn_counts()
+    print(f"{kills} kills: {len(callers.ended)} calls ended, {counts.captured} turns are stored")
+    assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
+    assert not callers.failed, "clients wait for the next writer, and notice nothing"
+
+
+def started_again(proxy: ProxyProcess) -> int:
+    return proxy.log.read_text().count("it is started again")
+
+
+def writers(proxy: ProxyProcess) -> list[int]:
+    """The processes that write: the children of each worker, or of the only one."""
+
+    def found() -> list[int]:
+        parents = httpx.get(f"{proxy.url}/healthz", timeout=20).json().get("workers", [proxy.pid])
+        return [child.pid for parent in parents for child in psutil.Process(parent).children()]
+
+    pids: list[int] = eventually(found, 60)
+    return pids
 
 
 def both(proxy: ProxyProcess) -> list[int]:
