@@ -93,7 +93,7 @@ def test_a_killed_worker_loses_nothing_and_the_others_go_on(
 def test_a_killed_writer_costs_no_call(
     engine_url: str, url: str, tmp_path: Path, workers: int
 ) -> None:
-    kills, draw = 6, random.Random(drawn_seed())
+    kills, draw = 3, random.Random(drawn_seed())
     proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=workers)
     proxy.start()
     try:
