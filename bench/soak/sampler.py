@@ -20,7 +20,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 EVERY_S = 5.0
 # Processes of vLLM are not ours.
-OURS = ("trainer serve", "proxy", "proxy workers", "rank launcher", "ranks", "scorers")
+PROXY = ("proxy", "proxy workers", "proxy writers")
+OURS = ("trainer serve", *PROXY, "rank launcher", "ranks", "scorers")
 VLLM = ("vLLM server", "vLLM engine")
 _METRICS = (
     "calls_in_flight",
@@ -157,8 +158,14 @@ def _by_role(root: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
         if role == "vLLM server" and below:
             engine = max(below, key=_rss)
             yield "vLLM engine", engine
-        elif role in _BELOW:
-            yield from ((_BELOW[role], one) for one in below)
+        elif role == "rank launcher":
+            yield from (("ranks", one) for one in below)
+        elif role == "proxy":
+            # Each event loop has a writer: of several, the loops are the proxy's children.
+            several = any(children[one.pid] for one in below)
+            for one in below:
+                yield "proxy workers" if several else "proxy writers", one
+                yield from (("proxy writers", writer) for writer in children[one.pid])
 
 
 # The launcher's command line has the program of its ranks too.
@@ -169,7 +176,6 @@ _MARKS = {
     "rl.serve_worker": "ranks",
     "rewards": "scorers",
 }
-_BELOW = {"proxy": "proxy workers", "rank launcher": "ranks"}
 
 
 def _below(root: psutil.Process) -> list[psutil.Process]:

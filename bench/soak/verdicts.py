@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from bench.soak.dialects import DIALECTS
 from bench.soak.equal_lengths import of_equal_lengths
 from bench.soak.run import Outcome
-from bench.soak.sampler import OURS, Sample, Usage
+from bench.soak.sampler import OURS, PROXY, Sample, Usage
 from bench.soak.traffic import Call
 from bench.soak.trends import Interval, Series, Trend, compare, mean, quantile, trend
 from bench.tables import number
@@ -126,9 +126,7 @@ class Thirds:
 
 
 def _proxy_cpu(sample: Sample) -> float:
-    return sum(
-        sample.roles[role].cpu_s for role in ("proxy", "proxy workers") if role in sample.roles
-    )
+    return sum(sample.roles[role].cpu_s for role in PROXY if role in sample.roles)
 
 
 def verdicts(found: Outcome) -> list[Verdict]:

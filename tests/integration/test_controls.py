@@ -138,7 +138,8 @@ def test_every_answer_of_theirs_is_a_turn_that_nobody_trains(controls: Controls)
 
 def test_all_processes_were_looked_at_and_are_gone(controls: Controls) -> None:
     beside = controls.beside
-    expected = {"trainer serve", "vLLM server", "vLLM engine", "proxy", "rank launcher", "ranks"}
+    expected = {"trainer serve", "vLLM server", "vLLM engine", "rank launcher", "ranks"}
+    expected |= {"proxy", "proxy writers"}
     for sample in beside.samples:
         assert sample.roles.keys() == expected
         assert sample.roles["ranks"].processes == 2

@@ -1,18 +1,20 @@
 """What the writing process does: `python -m tracegrad.proxy.store_writer.child FD`.
 
 It has no other work than the store's: in one process, a busy event loop and a thread that writes
-wait for each other's interpreter. It ends when its proxy does, which it sees by the socket, and
-when what it has read is written.
+wait for each other's interpreter. It ends when its proxy hangs up, and what it has read is written;
+where the proxy itself has ended, it is killed, as a thread would be.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import signal
 import socket
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from tracegrad.host_memory import RETURN_EVERY_S, return_freed_memory
@@ -27,6 +29,7 @@ log = logging.getLogger("tracegrad.proxy")
 _READ_BYTES = 1 << 20
 # While the writing thread computes, the one that reads what is next waits so long at most.
 _SWITCH_S = 0.0005
+_PR_SET_PDEATHSIG = 1  # Linux's prctl.h
 _UNBOUNDED = sys.maxsize  # its proxy counts what waits, here too
 
 
@@ -35,6 +38,7 @@ def run(connection: socket.socket) -> None:
     # Ctrl-C reaches all processes of a terminal; what the proxy still has in hand is to be written.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _end_with_parent()
     sys.setswitchinterval(_SWITCH_S)
     connection.setblocking(True)
     with connection, connection.makefile("rb", buffering=_READ_BYTES) as stream:
@@ -62,6 +66,13 @@ def run(connection: socket.socket) -> None:
             serving = _Serving(connection, writer)
             while (frame := read_frame(stream)) is not None:
                 serving.receive(frame)
+
+
+def _end_with_parent() -> None:
+    """Also where this process is stopped, and others wait for their turn to write."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:  # Linux
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _return_memory() -> None:
@@ -94,7 +105,7 @@ class _Serving:
                 marked = self._writer.doubt(frame.value())
                 marked.add_done_callback(partial(self._settled, frame.number))
             case Kind.PING:
-                self._send(encode(Kind.PONG, frame.number))
+                self._answer(encode(Kind.PONG, frame.number))
 
     def _submit(self, frame: Frame) -> None:
         try:
@@ -102,7 +113,7 @@ class _Serving:
         except Exception as error:
             # A value of a class that only the proxy can import, say: the next process would end
             # by it too.
-            self._send(encode(Kind.FAILED, frame.number, _pickled_error(error)))
+            self._answer(encode(Kind.FAILED, frame.number, _pickled_error(error)))
             return
         self._open[frame.number] = submission
         submission.add_done_callback(partial(self._settled, frame.number))
@@ -111,20 +122,17 @@ class _Serving:
         self._open.pop(number, None)
         error = done.exception()
         if error is None:
-            answer = encode(Kind.DONE, number)
+            self._answer(encode(Kind.DONE, number))
         else:
-            answer = encode(Kind.FAILED, number, _pickled_error(error))
-        if (unacknowledged := self._writer.load().unacknowledged) != self._said:
-            self._said = unacknowledged
-            answer = encode(Kind.UNACKNOWLEDGED, unacknowledged) + answer
-        self._send(answer)
+            self._answer(encode(Kind.FAILED, number, _pickled_error(error)))
 
-    def _send(self, data: bytes) -> None:
-        try:
-            with self._sending:
-                self._connection.sendall(data)
-        except OSError:  # the proxy has ended; what it submitted is written all the same
-            pass
+    def _answer(self, answer: bytes) -> None:
+        """With what is to be said besides."""
+        with self._sending, suppress(OSError):  # of a proxy that has hung up
+            if (unacknowledged := self._writer.load().unacknowledged) != self._said:
+                self._said = unacknowledged
+                answer = encode(Kind.UNACKNOWLEDGED, unacknowledged) + answer
+            self._connection.sendall(answer)
 
 
 def _pickled_error(error: BaseException) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import pickle
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
@@ -16,7 +17,7 @@ from contextlib import suppress
 from itertools import count
 from typing import Any, Self
 
-from tracegrad.events import Event
+from tracegrad.events import Event, Turn
 from tracegrad.proxy.store_async import COMMIT_TIMEOUT_S, STORE_TIMEOUT_S
 from tracegrad.proxy.store_writer.frames import (
     Frame,
@@ -37,7 +38,7 @@ from tracegrad.store import (
     Submission,
     WriterLoad,
 )
-from tracegrad.store.write.group_commit import MAX_BYTES, MAX_SUBMISSIONS
+from tracegrad.store.write.group_commit import MAX_BYTES, MAX_SUBMISSIONS, estimate_bytes
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -46,7 +47,7 @@ log = logging.getLogger("tracegrad.proxy")
 # answers to looks do not wait for it.
 LOOK_EVERY_S = 5.0
 MISSED_LOOKS = 6
-MISSED_AT_START = 60  # a busy machine takes its time for an interpreter
+MISSED_AT_START = 24  # a busy machine takes its time for an interpreter
 # Before another process is started: at once after one that answered anything, else doubling.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
@@ -57,15 +58,22 @@ Start = Callable[[], WriterProcess]
 
 
 class _Sent(Submission):
-    """`given_up`: why its caller waits no more. `tried`: a process had it, and may have stored
-    it."""
+    """`data`: its events, pickled; as objects they are the process' alone. `given_up`: why its
+    caller waits no more. `tries`: processes that had it, and may have stored it."""
 
-    def __init__(self, number: int, events: Sequence[Event], data: bytes, writer: StoreWriter):
-        super().__init__(events, writer, size=len(data))
+    def __init__(
+        self, number: int, turn_ids: list[str], data: bytes, size: int, writer: StoreWriter
+    ) -> None:
+        super().__init__((), writer, size=size)
         self.number = number
         self.data = data
+        self.size = size
         self.given_up: str | None = None
-        self.tried = False
+        self.tries = 0
+        self._turn_ids = turn_ids
+
+    def turn_ids(self) -> list[str]:
+        return self._turn_ids
 
 
 class StoreWriter:
@@ -97,7 +105,8 @@ class StoreWriter:
         self._transport: asyncio.Transport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._unanswered = self._failures = 0
+        self._unanswered = 0  # looks
+        self._failures = self._silent_ends = 0  # since anything was heard
         self._heard = False  # anything of this process
         self._closed = False
 
@@ -108,15 +117,16 @@ class StoreWriter:
         EventRejected for events that have no bytes."""
         if self._closed:
             raise StoreUnavailable("the store's writer is closed")
-        data = _bytes_of(events)
-        size, held = self._held_bytes + len(data), len(self._outstanding)
+        data, mine = _bytes_of(events), sum(map(estimate_bytes, events))
+        size, held = self._held_bytes + mine, len(self._outstanding)
         if held and (held >= self._max_submissions or size > self._max_bytes):
             self._refused += 1
             raise StoreBusy(
                 f"{held} submissions of {self._held_bytes >> 20} MiB wait to be written,"
                 f" and at most {self._max_submissions} of {self._max_bytes >> 20} MiB may"
             )
-        submission = _Sent(next(self._numbers), events, data, self)
+        turn_ids = [event.turn_id for event in events if isinstance(event, Turn)]
+        submission = _Sent(next(self._numbers), turn_ids, data, mine, self)
         self._outstanding[submission.number] = submission
         self._held_bytes = size
         if self._transport is not None:
@@ -158,40 +168,68 @@ class StoreWriter:
 
     async def _connect(self) -> None:
         assert self._loop is not None, "in use"
-        # Its own file: the loop closes what it is given, when it thinks fit.
-        connection = self._process.connection.dup()
-        await self._loop.create_connection(lambda: _Connection(self), sock=connection)
+        while True:
+            try:
+                # Its own file: the loop closes what it is given, when it thinks fit.
+                connection = self._process.connection.dup()
+            except OSError as error:
+                log.error("the store's writer cannot be reached: %s", error)
+                await self._pause()
+            else:
+                await self._loop.create_connection(lambda: _Connection(self), sock=connection)
+                return
+
+    async def _pause(self) -> None:
+        """After so many failures without an answer between them."""
+        pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._failures, 10)
+        self._failures += 1
+        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
 
     def _connected(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._unanswered, self._heard = 0, False
         transport.write(encode(Kind.OPEN, payload=pickled(self._opening)))
         if self._doubtful:
-            number = next(self._numbers)
-            self._doubted[number] = frozenset(self._doubtful)
-            transport.write(encode(Kind.DOUBT, number, pickled(self._doubted[number])))
+            self._ask_to_mark(frozenset(self._doubtful))
         for submission in self._outstanding.values():
             self._send(submission)
 
+    def _ask_to_mark(self, turn_ids: frozenset[str]) -> None:
+        assert self._transport is not None, "connected"
+        number = next(self._numbers)
+        self._doubted[number] = turn_ids
+        self._transport.write(encode(Kind.DOUBT, number, pickled(turn_ids)))
+
     def _send(self, submission: _Sent) -> None:
         assert self._transport is not None, "connected"
-        submission.tried = True
+        submission.tries += 1
         first = head(Kind.SUBMIT, submission.number, submission.data)
         self._transport.writelines((first, submission.data))
 
     def _received(self, frame: Frame) -> None:
-        self._unanswered = self._failures = 0
+        self._unanswered = self._failures = self._silent_ends = 0
         self._heard = True
         if frame.kind == Kind.UNACKNOWLEDGED:
             self._unacknowledged = frame.number
         elif (marked := self._doubted.pop(frame.number, None)) is not None:
             self._doubtful -= marked
         elif (submission := self._outstanding.get(frame.number)) is not None:
-            self._settle(submission, frame.value() if frame.kind == Kind.FAILED else None)
+            if frame.kind == Kind.DONE:
+                self._doubtful.difference_update(submission.turn_ids())
+                self._settle(submission, None)
+            else:
+                self._refused_by_process(submission, frame.value())
+
+    def _refused_by_process(self, submission: _Sent, error: Exception) -> None:
+        """What this process did not write, one before it may have."""
+        if submission.tries > 1 and (turn_ids := submission.turn_ids()):
+            self._doubtful.update(turn_ids)
+            self._ask_to_mark(frozenset(turn_ids))
+        self._settle(submission, error)
 
     def _settle(self, submission: _Sent, error: Exception | None) -> None:
         del self._outstanding[submission.number]
-        self._held_bytes -= len(submission.data)
+        self._held_bytes -= submission.size
         with suppress(InvalidStateError):
             if error is None:
                 submission.set_result(None)
@@ -200,7 +238,7 @@ class StoreWriter:
 
     def _give_up(self, submission: _Sent) -> None:
         """Where no process has it any more."""
-        if submission.tried:
+        if submission.tries:
             self._doubtful.update(submission.turn_ids())
         self._settle(submission, StoreUnavailable(submission.given_up or "it was not written"))
 
@@ -224,15 +262,15 @@ class StoreWriter:
         self._doubted.clear()
         for submission in [each for each in self._outstanding.values() if each.given_up]:
             self._give_up(submission)
+        if self._silent_ends:
+            await self._pause()
+        self._silent_ends += 1
         while True:
-            if self._failures:
-                pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 10)
-                await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
-            self._failures += 1
             try:
                 self._process = self._start()
             except OSError as error:
                 log.error("the store's writer cannot be started: %s", error)
+                await self._pause()
             else:
                 return await self._connect()
 
@@ -275,7 +313,7 @@ class StoreWriter:
             if self._doubtful:
                 writer.doubt(self._doubtful)
             left = list(self._outstanding.values())
-            written = [writer.submit(each.events, size=len(each.data)) for each in left]
+            written = [writer.submit(pickle.loads(each.data), size=each.size) for each in left]
         for submission, done in zip(left, written, strict=True):
             error = done.exception()
             if error is not None:

@@ -54,7 +54,8 @@ class WriterProcess:
         with theirs:
             module = "tracegrad.proxy.store_writer.child"
             process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                # -P: the folder that the proxy was started in may have modules of its own.
+                [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), *inherited),
                 stdin=subprocess.DEVNULL,
             )

@@ -419,18 +419,17 @@ class GroupCommitWriter:
         for doubt in reported:
             self._doubts.append(doubt)
             self._doubtful |= doubt.turn_ids
-        if not self._doubtful:
-            return
-        marked = 0
-        try:
-            marked = self._store.mark_unacknowledged(sorted(self._doubtful))
-        except StoreUnavailable:
-            return  # again later
-        except Exception:
-            log.exception("turns that were acknowledged to nobody could not be marked")
-        self._doubtful.clear()
-        with self._lock:
-            self._unacknowledged += marked
+        if self._doubtful:
+            marked = 0
+            try:
+                marked = self._store.mark_unacknowledged(sorted(self._doubtful))
+            except StoreUnavailable:
+                return  # again later
+            except Exception:
+                log.exception("turns that were acknowledged to nobody could not be marked")
+            self._doubtful.clear()
+            with self._lock:
+                self._unacknowledged += marked
         for doubt in self._doubts:
             doubt.marked.set_result(None)
         self._doubts.clear()

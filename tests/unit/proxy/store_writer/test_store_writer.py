@@ -15,9 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import uvloop
 
+from support.proxy.servers import eventually
 from support.store.events import make_turn
 from support.system.module_environment import environment
 from tracegrad.events import Turn
@@ -26,7 +28,7 @@ from tracegrad.proxy.store_writer import client
 from tracegrad.proxy.store_writer.client import StoreWriter
 from tracegrad.proxy.store_writer.frames import FrameReader, Kind, Opening, encode
 from tracegrad.proxy.store_writer.process import WriterProcess
-from tracegrad.store import EventRejected, Store, StoreBusy, StoreUnavailable
+from tracegrad.store import EventRejected, Store, StoreBusy, StoreUnavailable, Submission
 from tracegrad.store.errors import ParentMissing
 
 # A caller's patience in tests that hold the store back.
@@ -76,8 +78,13 @@ def locked(store: Store) -> Iterator[Callable[[], None]]:
         unlock()
 
 
+async def stored(submission: Submission) -> None:
+    """However long another interpreter takes to start on a busy machine."""
+    await wait_committed(submission, patience_s=240)
+
+
 async def until(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not check():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -98,7 +105,7 @@ def test_turns_are_stored_as_they_were_when_their_submission_resolves(
 
     async def agent(writer: StoreWriter, turns: list[Turn]) -> None:
         for turn in turns:
-            await wait_committed(writer.submit([turn]))
+            await stored(writer.submit([turn]))
             assert store.find_turn(turn.turn_id) == turn
 
     async def agents() -> None:
@@ -147,7 +154,7 @@ def test_a_killed_process_costs_no_turn(
     async def agent(writer: StoreWriter, turns: list[Turn]) -> None:
         nonlocal written
         for turn in turns:
-            await wait_committed(writer.submit([turn]))
+            await stored(writer.submit([turn]))
             written += 1
 
     async def killer(writer: StoreWriter) -> None:
@@ -184,16 +191,16 @@ def test_errors_come_back_as_they_are(store: Store, run: Runner) -> None:
             (make_turn("", "r" * 600), EventRejected, "rollout_id: 600 bytes"),
         ):
             with pytest.raises(error, match=words):
-                await wait_committed(writer.submit([turn]))
+                await stored(writer.submit([turn]))
         with pytest.raises(EventRejected, match="nested too deeply"):
             writer.submit([make_turn("e", "r", request=nested)])
         with pytest.raises(EventRejected, match="cannot be stored"):
             writer.submit([unknown])
         with pytest.raises(RuntimeError, match="Error: "):
-            await wait_committed(writer.submit([odd]))
+            await stored(writer.submit([odd]))
         with pytest.raises(RuntimeError, match="Error: "):
-            await wait_committed(writer.submit([elsewhere]))
-        await wait_committed(writer.submit([make_turn("f", "r")]))
+            await stored(writer.submit([elsewhere]))
+        await stored(writer.submit([make_turn("f", "r")]))
 
     with opened(store) as writer:
         run(refused())
@@ -277,7 +284,7 @@ def test_a_turn_that_was_given_up_when_its_process_was_killed_is_never_trained(
         with pytest.raises(StoreUnavailable, match="has not answered"):
             await wait_committed(first, patience_s=0.1)
         process.kill()
-        await wait_committed(writer.submit([later]))
+        await stored(writer.submit([later]))
         await until(lambda: not writer._doubtful)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -287,6 +294,147 @@ def test_a_turn_that_was_given_up_when_its_process_was_killed_is_never_trained(
     kept = store.rollout_turns("r")
     assert [each.untrainable for each in kept] == (["unacknowledged"] if stored else [])
     assert writer.load().unacknowledged == len(kept)
+
+
+def test_a_turn_that_the_process_before_had_stored_is_marked_when_it_is_given_up(
+    store: Store, run: Runner
+) -> None:
+    """The next process never wrote it: what is in the store is the first one's doing."""
+    first, turn = make_turn("s", "q"), make_turn("t", "r")
+
+    async def given_up() -> None:
+        await stored(writer.submit([first]))
+        process = writer._process
+        os.kill(process.pid, signal.SIGSTOP)
+        submission = writer.submit([turn])
+        with Store.attach(writer._opening.url) as other:
+            other.append([turn])  # and nobody was told
+        with locked(store) as unlock:
+            process.kill()
+            await until(lambda: writer._process is not process and writer._heard)
+            with pytest.raises(StoreUnavailable, match="has not answered"):
+                await wait_committed(submission, patience_s=0.1)
+            unlock()
+        await until(lambda: not writer._doubtful)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "LOOK_EVERY_S", 0.1)
+        patch.setattr(client, "MISSED_LOOKS", 10_000)
+        patch.setattr(client, "MISSED_AT_START", 10_000)
+        with opened(store) as writer:
+            run(given_up())
+    assert [each.untrainable for each in store.rollout_turns("r")] == ["unacknowledged"]
+
+
+def test_a_turn_that_is_written_again_after_it_was_doubted_is_trained(
+    store: Store, run: Runner
+) -> None:
+    turn, later = make_turn("t", "r"), make_turn("u", "s")
+
+    async def written_again() -> None:
+        process = writer._process
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailable):
+            await wait_committed(writer.submit([turn]), patience_s=0.1)
+        with Store.attach(writer._opening.url) as other:
+            other.append([turn])
+        process.kill()
+        await stored(writer.submit([turn]))
+        await until(lambda: not writer._doubted)
+        assert not writer._doubtful
+        process = writer._process
+        process.kill()
+        await stored(writer.submit([later]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tracegrad.proxy.store_async.COMMIT_TIMEOUT_S", 0.1)
+        with opened(store) as writer:
+            run(written_again())
+    assert [each.untrainable for each in store.rollout_turns("r")] == [None]
+
+
+def test_it_is_reached_later_where_no_file_is_left(
+    store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    [turn] = chain("r", 1)
+
+    class Full:
+        """The process' socket, of which the system makes no other for a while."""
+
+        def __init__(self, connection: Any) -> None:
+            self.connection, self.refused = connection, 0
+
+        def dup(self) -> Any:
+            self.refused += 1
+            if self.refused < 3:
+                raise OSError(24, "Too many open files")
+            return self.connection.dup()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.connection, name)
+
+    async def reached() -> None:
+        await stored(writer.submit([turn]))
+
+    with opened(store) as writer:
+        writer._process.connection = Full(writer._process.connection)  # type: ignore[assignment]
+        run(reached())
+    assert store.rollout_turns("r") == [turn]
+    assert caplog.text.count("cannot be reached") == 2
+
+
+def test_a_restart_takes_no_module_of_the_folder(
+    store: Store, run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('somebody else wrote this')\n")
+    monkeypatch.chdir(tmp_path)
+
+    async def written() -> None:
+        await stored(writer.submit(chain("r", 1)))
+
+    with opened(store) as writer:
+        run(written())
+    assert len(store.rollout_turns("r")) == 1
+
+
+def test_it_ends_with_its_proxy_even_where_it_is_stopped(tmp_path: Path, empty_store: Path) -> None:
+    """Other workers would wait for its turn for ever."""
+    script = f"""
+import asyncio, os, shutil, signal
+from support.store.events import make_turn
+from tracegrad.proxy.store_async import wait_committed
+from tracegrad.proxy.store_writer.client import StoreWriter
+from tracegrad.proxy.store_writer.frames import Opening
+from tracegrad.proxy.store_writer.process import WriterProcess
+shutil.copy({str(empty_store)!r}, "store.db")
+process = WriterProcess.{{how}}()
+writer = StoreWriter(process, Opening("sqlite:///store.db", "text", 64, 1.0), start=process.start)
+async def main():
+    await stored(writer.submit([make_turn("t", "r")]))
+    os.kill(process.pid, signal.SIGSTOP)
+    print(process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    for how in ("fork", "start"):
+        ended = subprocess.run(
+            [sys.executable, "-c", script.replace("{how}", how)],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+        [pid] = map(int, ended.stdout.split())
+        eventually(lambda pid=pid: not psutil.pid_exists(pid) or _is_dead(pid))  # type: ignore[misc]
+
+
+def _is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_a_process_that_hangs_is_killed_and_replaced(
@@ -345,7 +493,7 @@ def test_it_is_tried_again_where_no_process_can_be_started(
     async def killed() -> None:
         writer._start = start
         writer._process.kill()
-        await wait_committed(writer.submit([turn]))
+        await stored(writer.submit([turn]))
 
     with opened(store) as writer:
         run(killed())
@@ -370,7 +518,7 @@ process = WriterProcess.fork()
 opening = Opening("sqlite:///store.db", "text", remembered=64, reconnect_s=1.0)
 with StoreWriter(process, opening, start=WriterProcess.start) as writer:
     async def main():
-        await wait_committed(writer.submit([make_turn("t", "r")]))
+        await stored(writer.submit([make_turn("t", "r")]))
         files = os.listdir(f"/proc/{{process.pid}}/fd")
         targets = [os.readlink(f"/proc/{{process.pid}}/fd/{{each}}") for each in files]
         own = os.readlink(f"/proc/self/fd/{{held.fileno()}}")
