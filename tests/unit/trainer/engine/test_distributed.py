@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from support.trainer.row_samples import rows
 from support.trainer.stand_in_ranks import as_rank
 from tracegrad_trainer.batches import PackingRule
+from tracegrad_trainer.engine.config import OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
 from tracegrad_trainer.engine.distributed import sharding_mesh
+from tracegrad_trainer.engine.step import train_batch as module
 from tracegrad_trainer.engine.step.optimizer import copies_of_shards
-from tracegrad_trainer.engine.step.train_batch import deal_rows
+from tracegrad_trainer.engine.step.train_batch import deal_rows, train_batch
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,33 @@ def test_neighbours_share_micro_batches_and_are_dealt_the_same(
     assert all(of_rank[rank] == of_rank[group[0]] for group in groups for rank in group)
     once = [key for group in groups for key in of_rank[group[0]] if key >= 0]
     assert sorted(once) == list(range(24))
+
+
+class Dealt(Exception):
+    """With how many tokens a micro-batch."""
+
+
+@pytest.mark.parametrize(("shared", "budget"), [(False, 80), (True, 4 * 80)])
+def test_ranks_that_share_a_micro_batch_bring_their_budgets_together(
+    shared: bool, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[bool] = []
+
+    def sharing_rows(one: bool) -> nullcontext[None]:
+        chosen.append(one)
+        return nullcontext()
+
+    def deal(*_: object, budget: int) -> None:
+        raise Dealt(budget)
+
+    monkeypatch.setattr(module, "run_on_rank_zero", lambda work: work())
+    monkeypatch.setattr(module, "_shares_rows", lambda *_, **__: shared)
+    monkeypatch.setattr(module, "_deal", deal)
+    engine = SimpleNamespace(packing=PackingRule(group=4))
+    learner: Any = SimpleNamespace(
+        optim=OptimSettings(), steps=0, engine=engine, sharing_rows=sharing_rows
+    )
+    with pytest.raises(Dealt) as caught:
+        train_batch(learner, rows(2), version=0, budget=80)
+    assert caught.value.args == (budget,)
+    assert chosen == [shared]
