@@ -59,6 +59,8 @@ def main(folder: Path) -> None:
     out["drawn"] = drawn()
     out["next"] = step(one, 2)
     out["weights"] = weights(one)
+    load_checkpoint(learner(folder / "other"), folder / "by-two" / "step-00000001")
+    out["drawn_again"] = drawn()
     if (folder / "by-one").exists():
         fresh = learner(folder / "other")
         out["counters"] = load_checkpoint(fresh, folder / "by-one" / "step-00000001")

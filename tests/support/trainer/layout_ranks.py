@@ -126,13 +126,21 @@ def _padded(row: Row, length: int) -> Row:
     )
 
 
+def models(folder: Path, name: str) -> tuple[Path, Path]:
+    """The policy's, and the reference's. For KTO so that its z, which is never negative, is not 0
+    whatever the ranks count."""
+    found = (folder / "model", folder / "other")
+    return found[::-1] if name == "kto" else found
+
+
 def learner(folder: Path, name: str, layout: Layout = Layout(), **changes: Any) -> Learner:
+    model, reference = models(folder, name)
     return build(
-        folder / "model",
+        model,
         OBJECTIVES[name],
         fsdp={"threads": 1} | layout.settings,
         value_std=0.3,
-        reference=folder / "other",
+        reference=reference,
         elements=layout.elements,
         packing=PackingRule(group=layout.group),
         **({"max_grad_norm": float("inf")} | changes),

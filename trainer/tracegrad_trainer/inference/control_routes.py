@@ -40,6 +40,12 @@ class ServedWeights:
     version: int
     paths: tuple[str, ...]
 
+    @property
+    def number(self) -> int:
+        """What is sampled by it is of that version. Before a first push it is the model's folder,
+        from which a run's version 0 is."""
+        return max(0, self.version)
+
 
 class Peer:
     """A server that we drive. One client is kept, because making one takes longer than most

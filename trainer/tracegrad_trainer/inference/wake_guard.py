@@ -64,8 +64,8 @@ class WakePlan:
     Attributes:
         served: with which calls go on: what the engine has, or what was served before.
         load: the engine has not kept these weights.
-        open_gate: calls may go on with them; not before a first push, when nobody has said that
-            these weights are those of the proxy's version.
+        open_gate: calls may go on with them at once; not before a first push, when nobody has said
+            that weights which the engine has kept are those of the proxy's version.
         folder: of the weight files, removed at the end.
     """
 
@@ -189,9 +189,11 @@ def bring_back(plan: WakePlan, vllm: VllmControl, proxy: ProxyControl) -> None:
     vllm.wake("weights")
     if plan.load:
         vllm.load(plan.served)
-    if plan.open_gate:
-        # Kept weights too: a proxy that was started again meanwhile knows no version.
-        proxy.set_version(plan.served.version)
+    if plan.load or plan.open_gate:
+        # Kept weights too: a proxy that was started again meanwhile knows no version. Loaded ones
+        # before a first push too: its number is an earlier run's, and not of these. Requests that
+        # wait in the engine go on now, and calls when the hold ends.
+        proxy.set_version(plan.served.number)
     vllm.wake("kv_cache")
     vllm.resume()
     if plan.open_gate:

@@ -215,7 +215,7 @@ class WeightSwap:
         try:
             ready(had, watch)
             self.engines.load_again(had)
-            self.proxy.take_back(_number(had))
+            self.proxy.take_back(had.number)
         except PushError as error:
             self._save_others(had, watch, ready)
             raise EngineLostError(
@@ -236,7 +236,7 @@ class WeightSwap:
             try:
                 ready(had, watch)
                 self.engines.load_again(had)
-                self.proxy.take_back(_number(had))
+                self.proxy.take_back(had.number)
                 self.halt.go_on(had, watch)
                 return
             except PushError as error:
@@ -264,12 +264,6 @@ class WeightSwap:
         goes_on = isinstance(error, PushError) and not isinstance(error, EngineLostError)
         if goes_on or not self.halt.guarded:
             self._open_gate(watch or self.take_watch())
-
-
-def _number(had: ServedWeights) -> int:
-    """What is sampled by it is of that version. Before a first push it is the model's folder, from
-    which a run's version 0 is."""
-    return max(0, had.version)
 
 
 def _named(had: ServedWeights) -> str:

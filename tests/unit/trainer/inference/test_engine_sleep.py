@@ -378,6 +378,45 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
             raise AssertionError("it was killed each time")
 
 
+@pytest.mark.parametrize("after", [False, True])
+def test_a_first_push_that_is_killed_opens_no_gate_and_no_number_is_of_other_weights(
+    server: SleepingEngine,
+    checkpoint: Path,
+    tmp_path: Path,
+    level: SleepLevel,
+    after: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has said yet that the new weights are right. But the hold ends by itself, and calls
+    are recorded as of the proxy's version: 4 of an earlier run, 5, or 0 of the model's folder."""
+    for nth in range(1, 25):
+        server.reset()
+        server.weights[4] = server.state.weight = 4.0
+        server.state.version = 4
+        pusher = make_pusher(server.url, checkpoint, tmp_path, level, version=-1)
+        guard = with_plan(pusher)
+        with monkeypatch.context() as patch:
+            patch.setattr(Peer, "post", killed_at(nth, after=after))
+            try:
+                push(server, pusher, 5)
+                killed = False
+            except Killed:
+                killed = True
+        pusher._files.close()
+        if guard.plan is None:
+            break
+        assert killed
+        released = server.calls.count("/api/push/release")
+        carry_out(server, guard.plan)
+        assert server.calls.count("/api/push/release") == released == 0
+        assert not server.state.paused
+        assert not server.state.asleep
+        server.state.held = False  # its time is over
+        server.check("the hold ends")
+        assert server.wrong == [], (nth, server.calls)
+    assert nth > len(PUSHED)
+
+
 def killed_at(nth: int, *, after: bool) -> Callable[..., None]:
     """In place of `Peer.post`: the `nth` call is the last, made or not."""
     post, count = Peer.post, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +23,17 @@ from tracegrad_trainer.engine import CheckpointError, list_checkpoints
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step
 from tracegrad_trainer.engine.config import CheckpointSettings
 from tracegrad_trainer.launch.run_state import read_state
+from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.replay.load import ReplayError, list_candidates
 from tracegrad_trainer.replay.replay import ReplayRequest, replay
+from tracegrad_trainer.rl import pending_steps
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.rl.coordinator import RolloutSupply
-from tracegrad_trainer.rl.pending_steps import checkpoint_is_due
+from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps, checkpoint_is_due
 from tracegrad_trainer.rl.train_loop import TrainLoop
 
 LONG = 1e9
+NOBODY: Any = None
 
 
 def settings_of(folder: Path, state: str = "state", **checkpoint: Any) -> TrainerSettings:
@@ -84,6 +88,47 @@ def test_a_checkpoint_is_due_by_steps_or_by_time(
 ) -> None:
     found = CheckpointSettings.model_validate(interval)
     assert checkpoint_is_due(found, steps=steps, seconds=seconds, busy=busy) == due
+
+
+class StandInSaver:
+    """Writes nothing."""
+
+    busy = False
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def start(self, *_: object, **parents: object) -> Path:
+        return self.root / "step"
+
+
+def test_seconds_are_those_since_the_last_checkpoint_and_since_the_last_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(pending_steps, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(pending_steps, "CheckpointSaver", StandInSaver)
+    settings = trainer_settings(tmp_path, checkpoint={"every_s": 60, "idle_s": 30})
+    pending = PendingSteps(settings, None, MetricSinks([]))
+
+    def at(seconds: float) -> tuple[bool, bool]:
+        """Whether the next step is to get a checkpoint, and whether those that wait are."""
+        now[0] = 1000 + seconds
+        return pending.is_due(more=1), pending.is_idle
+
+    assert at(59) == (False, False), "nothing waits"
+    pending.add(PendingStep(1))
+    assert at(80) == (True, False)
+    assert at(89) == (True, True), "for 30 seconds"
+    pending.add(PendingStep(2))
+    assert at(90) == (True, False), "another step was made"
+    pending.save(NOBODY, 2, {}, None)
+    assert at(149) == (False, False), "it was begun 59 seconds before"
+    assert at(150) == (True, False)
+    pending.saver.busy = True  # type: ignore[misc]
+    assert at(150) == (False, False), "what is asked for by time waits for the disk"
+    pending.add(PendingStep(3))
+    assert at(190) == (False, False), "one is being written"
 
 
 def test_steps_are_committed_with_the_checkpoint_that_has_them(tmp_path: Path) -> None:

@@ -363,3 +363,9 @@ def test_two_ranks_load_what_one_has_saved(folder: Path, two: list[dict[str, Any
         assert rank["counters"] == {"who": "one"}
         assert equal(rank["loaded"], weights(one))
     assert two[0]["drawn_of_one"] == drawn()
+
+
+def test_each_rank_goes_on_with_random_numbers_of_its_own(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["drawn_again"] == rank["drawn"]
+    assert two[0]["drawn"] != two[1]["drawn"]
