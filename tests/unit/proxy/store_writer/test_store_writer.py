@@ -231,8 +231,8 @@ def test_bytes_are_bounded_and_one_submission_may_be_larger(store: Store, run: R
         first = writer.submit([turns[0]])
         with pytest.raises(StoreBusy):
             writer.submit([turns[1]])
-        await wait_committed(first)
-        await wait_committed(writer.submit([turns[1]]))
+        await stored(first)
+        await stored(writer.submit([turns[1]]))
 
     with opened(store, max_bytes=10) as writer:
         run(submitted())
@@ -253,7 +253,7 @@ def test_what_was_refused_is_marked(store: Store, run: Runner) -> None:
             )
             assert [type(answer) for answer in answers] == [StoreUnavailable] * 2
             unlock()
-        await wait_committed(writer.submit([turns[2]]))
+        await stored(writer.submit([turns[2]]))
 
     with opened(store) as writer:
         run(refused())
@@ -444,9 +444,9 @@ def test_a_process_that_hangs_is_killed_and_replaced(
     turns = chain("r", 2)
 
     async def hung() -> None:
-        await wait_committed(writer.submit([turns[0]]))
+        await stored(writer.submit([turns[0]]))
         os.kill(writer._process.pid, signal.SIGSTOP)
-        await wait_committed(writer.submit([turns[1]]), patience_s=60)
+        await stored(writer.submit([turns[1]]))
 
     with caplog.at_level(logging.ERROR), opened(store) as writer:
         run(hung())
@@ -469,7 +469,7 @@ def test_a_store_that_hangs_is_no_reason_to_kill(
             await until(lambda: writer._heard)
             await asyncio.sleep(0.05 * 60 * 1.5)
             assert not submission.done()
-        await wait_committed(submission)
+        await stored(submission)
         assert writer._process is process
 
     with opened(store) as writer:
