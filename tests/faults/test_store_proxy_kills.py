@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -114,6 +116,46 @@ def test_a_killed_writer_costs_no_call(
     print(f"{kills} kills: {len(callers.ended)} calls ended, {counts.captured} turns are stored")
     assert not faults, f"{len(faults)} faults\n" + "\n".join(faults[:20])
     assert not callers.failed, "clients wait for the next writer, and notice nothing"
+
+
+@pytest.mark.databases("sqlite")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_proxy_that_is_ended_writes_what_it_was_given(
+    engine_url: str, url: str, tmp_path: Path, workers: int
+) -> None:
+    """The store is locked until its calls have been cut off."""
+    proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=workers)
+    proxy.start()
+    wanted = [f"r{number}" for number in range(8)]
+
+    def finish(rollout_id: str) -> int | None:
+        event = {"type": "rollout_finished", "rollout_id": rollout_id}
+        try:
+            answer = httpx.post(f"{proxy.url}/api/events", json={"events": [event]}, timeout=60)
+        except httpx.TransportError:
+            return None
+        return answer.status_code
+
+    def waiting() -> int:
+        state = httpx.get(f"{proxy.url}/healthz", timeout=20).json()
+        submissions: int = state["writer"]["submissions"]
+        return submissions
+
+    locked = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+    try:
+        locked.execute("BEGIN IMMEDIATE")
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            answers = [pool.submit(finish, rollout_id) for rollout_id in wanted]
+            eventually(lambda: waiting() == len(wanted), 60)
+            os.kill(proxy.pid, signal.SIGTERM)
+            assert {answer.result() for answer in answers} <= {None, 500, 503}
+        locked.execute("ROLLBACK")
+        eventually(lambda: not proxy.runs, 60)
+    finally:
+        locked.close()
+        proxy.close()
+    with Store.open(url) as store:
+        assert {row.rollout_id for row in store.rollouts(limit=None)} == set(wanted)
 
 
 def started_again(proxy: ProxyProcess) -> int:

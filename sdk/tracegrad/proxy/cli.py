@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -111,7 +112,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     write_log("proxy", settings.log_format, text="%(asctime)s %(name)s %(levelname)s %(message)s")
     if settings.workers > 1 and sys.platform != "linux":
         _fail("workers: more than one runs on Linux only; leave it out here")
-    # Before anything starts a thread, as what is imported for redaction may.
+    # Before anything starts a thread of its own, as what is imported for redaction may.
     process = WriterProcess.fork() if settings.workers == 1 else None
     _check_hooks(settings.redact)
     settings = _with_tokenizer_folder(settings)
@@ -131,9 +132,20 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
         config = server_config(app, replace(limits, connections=connections))
         print(_first_line(settings, listener, store), flush=True)
         tune_gc()
-        # uvicorn has shut down in order by the time it passes the signal on.
+        server = uvicorn.Server(config)
+        ended_by: list[int] = []
+
+        def end(number: int, frame: FrameType | None) -> None:
+            ended_by.append(number)
+            server.handle_exit(number, frame)
+
+        # uvicorn passes a signal on when it has shut down; then come the writer and the store.
+        signal.signal(signal.SIGTERM, end)
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
+    if ended_by:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:

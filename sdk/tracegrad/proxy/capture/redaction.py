@@ -25,6 +25,7 @@ import asyncio
 import copy
 import importlib
 import inspect
+import json
 import logging
 import re
 import traceback
@@ -95,8 +96,8 @@ class Redactor:
                 record = hook.function(record) if record is not None else None
             if record is None:
                 return with_texts(event, {})
-            dump_json(record)
-            return with_texts(event, record)
+            # As it would be stored: a hook's own classes are not known where that is done.
+            return with_texts(event, json.loads(dump_json(record)))
         except Exception as error:
             self._say(hook, event, error)
             return with_texts(event, {})

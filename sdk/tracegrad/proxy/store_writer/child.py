@@ -69,7 +69,8 @@ def run(connection: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
-    """Also where this process is stopped, and others wait for their turn to write."""
+    """Also where this process is stopped, and others wait for their turn to write. The system means
+    the thread that started this process: the proxy's main thread, which has the event loop."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # Linux
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

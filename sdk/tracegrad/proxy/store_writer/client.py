@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
-import signal
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
@@ -18,7 +18,6 @@ from itertools import count
 from typing import Any, Self
 
 from tracegrad.events import Event, Turn
-from tracegrad.proxy.store_async import COMMIT_TIMEOUT_S, STORE_TIMEOUT_S
 from tracegrad.proxy.store_writer.frames import (
     Frame,
     FrameReader,
@@ -51,15 +50,21 @@ MISSED_AT_START = 24  # a busy machine takes its time for an interpreter
 # Before another process is started: at once after one that answered anything, else doubling.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 
-# For the last commits of a process that is not needed any more.
-_END_S = STORE_TIMEOUT_S + COMMIT_TIMEOUT_S
+# A submission that so many processes ended by, one after the other, is refused.
+_MOST_TRIES = 5
+# For a process whose end was seen by its socket: it may still say why.
+_LAST_WORDS_S = 1.0
+# For the last commits of a process that is not needed any more; then the proxy itself writes what
+# is left. Less than the supervisor gives its workers.
+_END_S = 5.0
 
 Start = Callable[[], WriterProcess]
 
 
 class _Sent(Submission):
     """`data`: its events, pickled; as objects they are the process' alone. `given_up`: why its
-    caller waits no more. `tries`: processes that had it, and may have stored it."""
+    caller waits no more; `abandoned`: whatever is answered. `tries`: processes that had it, and may
+    have stored it."""
 
     def __init__(
         self, number: int, turn_ids: list[str], data: bytes, size: int, writer: StoreWriter
@@ -69,6 +74,7 @@ class _Sent(Submission):
         self.data = data
         self.size = size
         self.given_up: str | None = None
+        self.abandoned = False
         self.tries = 0
         self._turn_ids = turn_ids
 
@@ -133,8 +139,8 @@ class StoreWriter:
             self._send(submission)
         elif self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._do(self._connect())
-            self._do(self._watch())
+            self._start_task(self._connect())
+            self._start_task(self._watch())
         return submission
 
     def load(self) -> WriterLoad:
@@ -154,13 +160,16 @@ class StoreWriter:
         if submission.done():
             return False
         submission.given_up = submission.given_up or "its caller had given up"
+        submission.abandoned = True
         if self._transport is not None:
             self._transport.write(encode(Kind.ABANDON, submission.number))
+        # Its answer may be on the way already: then nobody there hears the word above.
+        self._doubt(submission)
         return True
 
     # The connection
 
-    def _do(self, work: Any) -> None:
+    def _start_task(self, work: Any) -> None:
         assert self._loop is not None, "in use"
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -214,18 +223,21 @@ class StoreWriter:
         elif (marked := self._doubted.pop(frame.number, None)) is not None:
             self._doubtful -= marked
         elif (submission := self._outstanding.get(frame.number)) is not None:
-            if frame.kind == Kind.DONE:
-                self._doubtful.difference_update(submission.turn_ids())
-                self._settle(submission, None)
-            else:
-                self._refused_by_process(submission, frame.value())
+            self._answered(submission, frame.value() if frame.kind == Kind.FAILED else None)
 
-    def _refused_by_process(self, submission: _Sent, error: Exception) -> None:
-        """What this process did not write, one before it may have."""
-        if submission.tries > 1 and (turn_ids := submission.turn_ids()):
-            self._doubtful.update(turn_ids)
-            self._ask_to_mark(frozenset(turn_ids))
+    def _answered(self, submission: _Sent, error: Exception | None) -> None:
+        if error is None and not submission.abandoned:
+            self._doubtful.difference_update(submission.turn_ids())
+        elif error is not None and submission.tries > 1:
+            self._doubt(submission)  # a process before this one may have written it
         self._settle(submission, error)
+
+    def _doubt(self, submission: _Sent) -> None:
+        """Its caller is refused, and its turns may be stored: these are marked."""
+        if turn_ids := submission.turn_ids():
+            self._doubtful.update(turn_ids)
+            if self._transport is not None:
+                self._ask_to_mark(frozenset(turn_ids))
 
     def _settle(self, submission: _Sent, error: Exception | None) -> None:
         del self._outstanding[submission.number]
@@ -239,40 +251,49 @@ class StoreWriter:
     def _give_up(self, submission: _Sent) -> None:
         """Where no process has it any more."""
         if submission.tries:
-            self._doubtful.update(submission.turn_ids())
+            self._doubt(submission)
         self._settle(submission, StoreUnavailable(submission.given_up or "it was not written"))
 
     def _lost(self) -> None:
         """The process has ended, or closed its end; or the loop has."""
         self._transport = None
         if self._loop is not None and not self._loop.is_closed() and not self._closed:
-            self._do(self._again())
+            self._start_task(self._again())
 
     async def _again(self) -> None:
         # What it was about to commit is stored, or is not, once it is gone.
-        self._process.kill()
-        status = await asyncio.to_thread(self._process.wait)
+        await asyncio.to_thread(self._end_process)
         log.error(
             "the store's writer (process %d) %s; it is started again",
             self._process.pid,
-            _how_ended(status),
+            self._process.how_it_ended(),
         )
-        self._process.hang_up()
         self._before, self._unacknowledged = self._before + self._unacknowledged, 0
         self._doubted.clear()
         for submission in [each for each in self._outstanding.values() if each.given_up]:
             self._give_up(submission)
+        first = next(iter(self._outstanding.values()), None)
+        if first is not None and first.tries >= _MOST_TRIES:
+            first.given_up = f"{first.tries} processes ended by writing it"
+            self._give_up(first)
         if self._silent_ends:
             await self._pause()
         self._silent_ends += 1
         while True:
             try:
                 self._process = self._start()
-            except OSError as error:
+            except Exception as error:
                 log.error("the store's writer cannot be started: %s", error)
                 await self._pause()
             else:
                 return await self._connect()
+
+    def _end_process(self) -> None:
+        """It may have ended already, or be about to."""
+        if self._process.wait(_LAST_WORDS_S) is None:
+            self._process.kill()
+            self._process.wait()
+        self._process.hang_up()
 
     async def _watch(self) -> None:
         while True:
@@ -292,10 +313,9 @@ class StoreWriter:
         """Once the loop has ended. What was submitted is written, and its process gone."""
         if self._closed:
             return
-        self._closed = True
+        self._closed, self._transport = True, None
         self._process.hang_up()
         if self._process.wait(_END_S) is None:
-            log.error("the store's writer (process %d) does not end", self._process.pid)
             self._process.kill()
             self._process.wait()
         if self._outstanding or self._doubtful:
@@ -303,22 +323,26 @@ class StoreWriter:
 
     def _write_the_rest(self) -> None:
         """Here: what the loop had not sent, or whose answers it did not get."""
-        waiting = list(self._outstanding.values())
-        for submission in [each for each in waiting if each.given_up]:
+        for submission in [each for each in self._outstanding.values() if each.given_up]:
             self._give_up(submission)
+        left = list(self._outstanding.values())
         with (
             Store.attach(self._opening.url) as store,
-            GroupCommitWriter(store, reconnect_s=self._opening.reconnect_s) as writer,
+            GroupCommitWriter(
+                store,
+                max_submissions=sys.maxsize,
+                max_bytes=sys.maxsize,
+                reconnect_s=self._opening.reconnect_s,
+            ) as writer,
         ):
-            if self._doubtful:
-                writer.doubt(self._doubtful)
-            left = list(self._outstanding.values())
+            marked = writer.doubt(self._doubtful)
             written = [writer.submit(pickle.loads(each.data), size=each.size) for each in left]
         for submission, done in zip(left, written, strict=True):
-            error = done.exception()
-            if error is not None:
+            if (error := done.exception()) is not None:
                 log.error("events are lost: %s", error)
             self._settle(submission, error if isinstance(error, Exception) else None)
+        if not marked.done():
+            log.error("%d turns without acknowledgement are not marked", len(self._doubtful))
 
     def __enter__(self) -> Self:
         return self
@@ -342,12 +366,6 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._writer._lost()
-
-
-def _how_ended(status: int | None) -> str:
-    if status is None or status >= 0:
-        return f"exited with {status}"
-    return f"was ended by {signal.Signals(-status).name}"
 
 
 def _bytes_of(events: Iterable[Event]) -> bytes:

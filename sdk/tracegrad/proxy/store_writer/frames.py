@@ -76,6 +76,13 @@ class Readable(Protocol):
 
 def read_frame(stream: Readable) -> Frame | None:
     """The next; None at the end, which may be in the middle of one."""
+    try:
+        return _read_frame(stream)
+    except ConnectionError:  # the proxy has ended with answers that it had not read
+        return None
+
+
+def _read_frame(stream: Readable) -> Frame | None:
     begin = stream.read(HEAD_BYTES)
     if len(begin) < HEAD_BYTES:
         return None

@@ -35,12 +35,11 @@ class WriterProcess:
 
     @classmethod
     def fork(cls, *, inherited: Collection[int] = ()) -> WriterProcess:
-        """For a process that has no thread and no event loop yet: it costs neither the time nor
-        the memory of another interpreter. `inherited`: files that stay open, beside the standard
-        ones."""
+        """For a process that has no event loop yet, and no thread that holds a lock: it costs
+        neither the time nor the memory of another interpreter. `inherited`: files that stay open,
+        beside the standard ones."""
         ours, theirs = _socket_pair()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         pid = os.fork()
         if pid == 0:
             _become(theirs, inherited)
@@ -58,20 +57,26 @@ class WriterProcess:
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
                 pass_fds=(theirs.fileno(), *inherited),
                 stdin=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C is its proxy's, also while it starts
             )
         process.returncode = 0  # `wait` is ours: Popen warns of processes that it has not seen end
         return cls(ours, process.pid)
 
     def kill(self) -> None:
         if self._status is None:
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, limit_s: float | None = None) -> int | None:
         """How it ended: its exit status, or minus the signal; None: it has not, in this time."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         with self._waiting:
             while self._status is None:
-                pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+                try:
+                    pid, status = os.waitpid(self.pid, 0 if deadline is None else os.WNOHANG)
+                except ChildProcessError:  # where SIGCHLD is ignored nobody learns how it ended
+                    self._status = 0
+                    break
                 if pid:
                     self._status = os.waitstatus_to_exitcode(status)
                 elif deadline is not None and time.monotonic() > deadline:
@@ -79,6 +84,14 @@ class WriterProcess:
                 else:
                     time.sleep(_LOOK_AGAIN_S)
             return self._status
+
+    def how_it_ended(self) -> str:
+        if self._status is None or self._status >= 0:
+            return f"exited with {self._status}"
+        try:
+            return f"was ended by {signal.Signals(-self._status).name}"
+        except ValueError:  # most of the real-time ones have no name
+            return f"was ended by signal {-self._status}"
 
     def hang_up(self) -> None:
         """It ends when it has written what it has read."""
@@ -109,10 +122,14 @@ def _become(connection: socket.socket, inherited: Collection[int]) -> NoReturn:
     except BaseException:
         log.critical("the store's writer ends", exc_info=True)
     finally:
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _flush()
         os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, AttributeError):  # a full disk; none at all
+            stream.flush()
 
 
 def _close_all_but(kept: Collection[int]) -> None:

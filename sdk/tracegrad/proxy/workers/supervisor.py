@@ -205,12 +205,17 @@ class Supervisor:
             os._exit(code)
 
     def _reap(self) -> None:
-        for worker in self._workers:
-            if worker.pid is None:
-                continue
-            pid, status = os.waitpid(worker.pid, os.WNOHANG)
-            if pid:
-                self._ended(worker, os.waitstatus_to_exitcode(status))
+        """Where this is the first process of a container, what killed workers left is its too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            for worker in self._workers:
+                if worker.pid == pid:
+                    self._ended(worker, os.waitstatus_to_exitcode(status))
 
     def _ended(self, worker: _Worker, code: int) -> None:
         pid, now = worker.pid, time.monotonic()

@@ -236,6 +236,7 @@ def test_bytes_are_bounded_and_one_submission_may_be_larger(store: Store, run: R
 
     with opened(store, max_bytes=10) as writer:
         run(submitted())
+    assert store.rollout_turns("r") == turns
 
 
 def test_what_was_refused_is_marked(store: Store, run: Runner) -> None:
@@ -266,16 +267,16 @@ def test_what_was_refused_is_marked(store: Store, run: Runner) -> None:
     assert trainable == ["t2"]
 
 
-@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("known", [True, False])
 def test_a_turn_that_was_given_up_when_its_process_was_killed_is_never_trained(
-    store: Store, run: Runner, stored: bool
+    store: Store, run: Runner, known: bool
 ) -> None:
     turn, later = make_turn("t", "r"), make_turn("u", "s")
 
     async def given_up() -> None:
         process = writer._process
         first = writer.submit([turn])
-        if stored:  # and nobody was told
+        if known:  # and nobody was told
             os.kill(process.pid, signal.SIGSTOP)
             with Store.attach(writer._opening.url) as other:
                 other.append([turn])
@@ -292,7 +293,7 @@ def test_a_turn_that_was_given_up_when_its_process_was_killed_is_never_trained(
         with opened(store) as writer:
             run(given_up())
     kept = store.rollout_turns("r")
-    assert [each.untrainable for each in kept] == (["unacknowledged"] if stored else [])
+    assert [each.untrainable for each in kept] == (["unacknowledged"] if known else [])
     assert writer.load().unacknowledged == len(kept)
 
 
@@ -324,6 +325,102 @@ def test_a_turn_that_the_process_before_had_stored_is_marked_when_it_is_given_up
         with opened(store) as writer:
             run(given_up())
     assert [each.untrainable for each in store.rollout_turns("r")] == ["unacknowledged"]
+
+
+def test_an_answer_that_was_on_its_way_when_its_caller_left_marks_the_turn(
+    store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[tuple[Any, bytes]] = []
+    data_received = client._Connection.data_received
+    monkeypatch.setattr(
+        client._Connection, "data_received", lambda one, data: held.append((one, data))
+    )
+    monkeypatch.setattr("tracegrad.proxy.store_async.COMMIT_TIMEOUT_S", 0.1)
+    [turn] = chain("r", 1)
+
+    async def refused() -> None:
+        submission = writer.submit([turn])
+        await until(lambda: held)
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            await wait_committed(submission, patience_s=0.1)
+        monkeypatch.setattr(client._Connection, "data_received", data_received)
+        for connection, data in held:
+            data_received(connection, data)
+        await until(lambda: not writer._doubtful)
+        assert writer.load().submissions == 0
+
+    with opened(store) as writer:
+        run(refused())
+    assert [each.untrainable for each in store.rollout_turns("r")] == ["unacknowledged"]
+
+
+def test_what_a_process_that_hangs_had_is_written_at_the_end(
+    store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_END_S", 0.2)
+    monkeypatch.setattr("tracegrad.proxy.store_async.COMMIT_TIMEOUT_S", 0.1)
+    refused, turns = make_turn("t", "q"), chain("r", 20)
+
+    async def hung() -> None:
+        await stored(writer.submit([turns[0]]))
+        os.kill(writer._process.pid, signal.SIGSTOP)
+        with pytest.raises(StoreUnavailable):
+            await wait_committed(writer.submit([refused]), patience_s=0.1)
+        with Store.attach(writer._opening.url) as other:
+            other.append([refused])
+        for turn in turns[1:]:
+            writer.submit([turn])
+
+    with opened(store, max_submissions=20) as writer:
+        run(hung())
+    assert store.rollout_turns("r") == turns
+    assert [each.untrainable for each in store.rollout_turns("q")] == ["unacknowledged"]
+    assert writer.load().submissions == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGRTMIN + 6])
+def test_it_is_started_again_whatever_ended_it(
+    store: Store, run: Runner, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = chain("r", 2)
+
+    async def ended() -> None:
+        await stored(writer.submit([turns[0]]))
+        os.kill(writer._process.pid, number)
+        await stored(writer.submit([turns[1]]))
+
+    with opened(store) as writer:
+        run(ended())
+    assert store.rollout_turns("r") == turns
+    assert "was ended by " in caplog.text
+
+
+def test_a_submission_that_ends_each_process_is_refused_at_last(
+    store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    turns = [make_turn(f"t{number}", f"r{number}") for number in range(2)]
+    starts = 0
+
+    def start() -> WriterProcess:
+        nonlocal starts
+        starts += 1
+        process = WriterProcess.start()
+        if starts < client._MOST_TRIES:
+            process.kill()
+        return process
+
+    async def ended() -> None:
+        writer._start = start
+        writer._process.kill()
+        poison, other = writer.submit([turns[0]]), writer.submit([turns[1]])
+        with pytest.raises(StoreUnavailable, match="processes ended by writing it"):
+            await stored(poison)
+        await stored(other)
+
+    with opened(store) as writer:
+        run(ended())
+    assert store.rollout_turns("r1") == [turns[1]]
 
 
 def test_a_turn_that_is_written_again_after_it_was_doubted_is_trained(
@@ -390,12 +487,15 @@ def test_a_restart_takes_no_module_of_the_folder(
     (tmp_path / "queue.py").write_text("raise SystemExit('somebody else wrote this')\n")
     monkeypatch.chdir(tmp_path)
 
+    [turn] = chain("r", 1)
+
     async def written() -> None:
-        await stored(writer.submit(chain("r", 1)))
+        writer._process.kill()
+        await stored(writer.submit([turn]))
 
     with opened(store) as writer:
         run(written())
-    assert len(store.rollout_turns("r")) == 1
+    assert store.rollout_turns("r") == [turn]
 
 
 def test_it_ends_with_its_proxy_even_where_it_is_stopped(tmp_path: Path, empty_store: Path) -> None:
@@ -411,7 +511,7 @@ shutil.copy({str(empty_store)!r}, "store.db")
 process = WriterProcess.{{how}}()
 writer = StoreWriter(process, Opening("sqlite:///store.db", "text", 64, 1.0), start=process.start)
 async def main():
-    await stored(writer.submit([make_turn("t", "r")]))
+    await wait_committed(writer.submit([make_turn("t", "r")]))
     os.kill(process.pid, signal.SIGSTOP)
     print(process.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -518,7 +618,7 @@ process = WriterProcess.fork()
 opening = Opening("sqlite:///store.db", "text", remembered=64, reconnect_s=1.0)
 with StoreWriter(process, opening, start=WriterProcess.start) as writer:
     async def main():
-        await stored(writer.submit([make_turn("t", "r")]))
+        await wait_committed(writer.submit([make_turn("t", "r")]))
         files = os.listdir(f"/proc/{{process.pid}}/fd")
         targets = [os.readlink(f"/proc/{{process.pid}}/fd/{{each}}") for each in files]
         own = os.readlink(f"/proc/self/fd/{{held.fileno()}}")
