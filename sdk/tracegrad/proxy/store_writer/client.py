@@ -261,7 +261,8 @@ class StoreWriter:
             self._start_task(self._again())
 
     async def _again(self) -> None:
-        # What it was about to commit is stored, or is not, once it is gone.
+        # What it was about to commit is stored, or is not, once it is gone; but for a commit that a
+        # database server has received and not carried out yet, of which nobody hears.
         await asyncio.to_thread(self._end_process)
         log.error(
             "the store's writer (process %d) %s; it is started again",
