@@ -13,7 +13,7 @@ from bench.ui.long_rollout import add_long_rollout
 from bench.ui.pages import pages_of, pages_of_long_rollout
 from bench.ui.report import page
 from bench.ui.timing import timed
-from tracegrad.proxy.process_memory import tune_gc
+from tracegrad.host_memory import tune_gc
 from tracegrad.store import Store
 
 WHOLE, QUICK = StoreSize(1_000_000, 10_000), StoreSize(20_000, 200)

@@ -1,4 +1,5 @@
-"""Host memory: what is left of it, and what was freed goes back to the system.
+"""Host memory: what is left of it, how a server that runs for weeks takes
+it from the system, and how what was freed goes back.
 
 glibc keeps what is freed between pieces that are still used: bodies of calls and tensors of ever
 other sizes leave holes that the next ones do not fit, and a process that needs no more grows for
@@ -9,12 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 RETURN_EVERY_S = 60.0
+# Where the C library would have eight a core.
+ARENAS = 2
+_M_ARENA_MAX = -8  # glibc's malloc.h
 
 
 def return_freed_memory() -> None:
@@ -28,6 +33,31 @@ async def keep_returning_memory() -> None:
     while True:
         await asyncio.sleep(RETURN_EVERY_S)
         return_freed_memory()
+
+
+def limit_arenas() -> None:
+    """Call it before threads start; processes that are forked afterwards have the same limit.
+
+    glibc gives each thread an arena of its own, and what is freed in one no other can use: the
+    store's threads, which take turns, would hold several times what any of them needs, and the
+    process would grow for half an hour. More arenas would gain little, as Python runs one thread at
+    a time. What the environment says of arenas is left as it is. Other C libraries have none.
+    """
+    if "MALLOC_ARENA_MAX" in os.environ or "arena_max" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, ARENAS)
+
+
+def tune_gc() -> None:
+    """Every answer is parsed into a thousand objects that are soon dropped, none in a cycle.
+
+    By default Python would look through all memory for cycles again and again meanwhile.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @cache

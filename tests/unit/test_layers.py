@@ -93,7 +93,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "maintenance",
     ),
     "tracegrad.proxy": (
-        "process_memory shared_counts",
+        "shared_counts",
         "auth store_writer",
         "engine",
         "metrics",

@@ -99,11 +99,11 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     socket that listens already."""
     import uvicorn
 
+    from tracegrad.host_memory import limit_arenas, tune_gc
     from tracegrad.log_format import write_log
     from tracegrad.proxy.app import create_app, writer_opening
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config
-    from tracegrad.proxy.process_memory import limit_arenas, tune_gc
     from tracegrad.proxy.store_writer.client import StoreWriter
     from tracegrad.proxy.store_writer.process import WriterProcess
     from tracegrad.store import Store, StoreError
@@ -149,8 +149,8 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
 
 
 def _serve_with_workers(settings: ProxySettings, listener: socket.socket, store: Store) -> None:
+    from tracegrad.host_memory import tune_gc
     from tracegrad.proxy.http.limits import raise_file_limit
-    from tracegrad.proxy.process_memory import tune_gc
     from tracegrad.proxy.workers.supervisor import Supervisor
     from tracegrad.proxy.workers.worker import worker_settings
     from tracegrad.store import StoreError

@@ -13,14 +13,21 @@ import signal
 import socket
 import sys
 import threading
+import time
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from tracegrad.host_memory import RETURN_EVERY_S, return_freed_memory
+from tracegrad.host_memory import RETURN_EVERY_S, limit_arenas, return_freed_memory, tune_gc
 from tracegrad.log_format import write_json_log, write_log
-from tracegrad.proxy.process_memory import limit_arenas, tune_gc
-from tracegrad.proxy.store_writer.frames import Frame, Kind, Opening, encode, pickled, read_frame
+from tracegrad.proxy.store_writer.frames import (
+    Kind,
+    Opening,
+    WireFrame,
+    encode,
+    pickled,
+    read_frame,
+)
 from tracegrad.proxy.store_writer.write_turn import WriteTurn
 from tracegrad.store import GroupCommitWriter, Store, StoreError, Submission
 
@@ -78,7 +85,7 @@ def _end_with_parent() -> None:
 
 def _return_memory() -> None:
     while True:
-        threading.Event().wait(RETURN_EVERY_S)
+        time.sleep(RETURN_EVERY_S)
         return_freed_memory()
 
 
@@ -92,7 +99,7 @@ class _Serving:
         self._said = 0  # turns without acknowledgement
         self._sending = threading.Lock()
 
-    def receive(self, frame: Frame) -> None:
+    def receive(self, frame: WireFrame) -> None:
         match frame.kind:
             case Kind.SUBMIT:
                 self._submit(frame)
@@ -108,7 +115,7 @@ class _Serving:
             case Kind.PING:
                 self._answer(encode(Kind.PONG, frame.number))
 
-    def _submit(self, frame: Frame) -> None:
+    def _submit(self, frame: WireFrame) -> None:
         try:
             submission = self._writer.submit(frame.value(), size=len(frame.payload))
         except Exception as error:

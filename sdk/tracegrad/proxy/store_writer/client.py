@@ -19,10 +19,10 @@ from typing import Any, Self
 
 from tracegrad.events import Event, Turn
 from tracegrad.proxy.store_writer.frames import (
-    Frame,
     FrameReader,
     Kind,
     Opening,
+    WireFrame,
     encode,
     head,
     pickled,
@@ -69,17 +69,23 @@ class _Sent(Submission):
     def __init__(
         self, number: int, turn_ids: list[str], data: bytes, size: int, writer: StoreWriter
     ) -> None:
-        super().__init__((), writer, size=size)
+        super().__init__(size=size)
         self.number = number
         self.data = data
-        self.size = size
         self.given_up: str | None = None
         self.abandoned = False
         self.tries = 0
         self._turn_ids = turn_ids
+        self._sender = writer
 
     def turn_ids(self) -> list[str]:
         return self._turn_ids
+
+    def withdraw(self, reason: str) -> None:
+        self._sender.withdraw(self, reason)
+
+    def abandon(self) -> bool:
+        return self._sender.abandon(self)
 
 
 class StoreWriter:
@@ -147,7 +153,7 @@ class StoreWriter:
         unacknowledged = self._before + self._unacknowledged
         return WriterLoad(len(self._outstanding), self._held_bytes, self._refused, unacknowledged)
 
-    def _withdraw(self, submission: _Sent, reason: str) -> None:
+    def withdraw(self, submission: _Sent, reason: str) -> None:
         if submission.done():
             return
         submission.given_up = reason
@@ -156,7 +162,7 @@ class StoreWriter:
         else:
             self._give_up(submission)
 
-    def _abandon(self, submission: _Sent) -> bool:
+    def abandon(self, submission: _Sent) -> bool:
         if submission.done():
             return False
         submission.given_up = submission.given_up or "its caller had given up"
@@ -215,7 +221,7 @@ class StoreWriter:
         first = head(Kind.SUBMIT, submission.number, submission.data)
         self._transport.writelines((first, submission.data))
 
-    def _received(self, frame: Frame) -> None:
+    def _received(self, frame: WireFrame) -> None:
         self._unanswered = self._failures = self._silent_ends = 0
         self._heard = True
         if frame.kind == Kind.UNACKNOWLEDGED:

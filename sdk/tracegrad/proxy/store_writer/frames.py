@@ -47,7 +47,7 @@ class Opening:
     worker: int | None = None
 
 
-class Frame(NamedTuple):
+class WireFrame(NamedTuple):
     kind: int
     number: int
     payload: bytes
@@ -74,7 +74,7 @@ class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-def read_frame(stream: Readable) -> Frame | None:
+def read_frame(stream: Readable) -> WireFrame | None:
     """The next; None at the end, which may be in the middle of one."""
     try:
         return _read_frame(stream)
@@ -82,13 +82,13 @@ def read_frame(stream: Readable) -> Frame | None:
         return None
 
 
-def _read_frame(stream: Readable) -> Frame | None:
+def _read_frame(stream: Readable) -> WireFrame | None:
     begin = stream.read(HEAD_BYTES)
     if len(begin) < HEAD_BYTES:
         return None
     kind, number, length = _HEAD.unpack(begin)
     payload = stream.read(length)
-    return Frame(kind, number, payload) if len(payload) == length else None
+    return WireFrame(kind, number, payload) if len(payload) == length else None
 
 
 class FrameReader:
@@ -97,7 +97,7 @@ class FrameReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> Iterator[WireFrame]:
         data = self._rest + data if self._rest else data
         at = 0
         while len(data) - at >= HEAD_BYTES:
@@ -105,6 +105,6 @@ class FrameReader:
             end = at + HEAD_BYTES + length
             if end > len(data):
                 break
-            yield Frame(kind, number, data[at + HEAD_BYTES : end])
+            yield WireFrame(kind, number, data[at + HEAD_BYTES : end])
             at = end
         self._rest = data[at:]

@@ -18,6 +18,7 @@ from typing import Any
 import uvicorn
 
 from tracegrad.events import Json
+from tracegrad.host_memory import tune_gc
 from tracegrad.log_format import write_json_log
 from tracegrad.proxy.app import WorkerLinks, create_app, writer_opening
 from tracegrad.proxy.config import ProxySettings
@@ -25,7 +26,6 @@ from tracegrad.proxy.engine.weight_gate import WeightUpdateGate
 from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
 from tracegrad.proxy.http.protocol import server_config
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
-from tracegrad.proxy.process_memory import tune_gc
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.store_writer.client import StoreWriter

@@ -76,13 +76,6 @@ class _Stage(Enum):
     SETTLED = auto()
 
 
-class SubmissionWriter(Protocol):
-    """Who has taken a submission, and hears that its caller gives up."""
-
-    def _withdraw(self, submission: Any, reason: str, /) -> None: ...
-    def _abandon(self, submission: Any, /) -> bool: ...
-
-
 class Submission(Future[None]):
     """Events of one caller, which stand or fall together.
 
@@ -93,7 +86,7 @@ class Submission(Future[None]):
     def __init__(
         self,
         events: Sequence[Event] = (),
-        writer: SubmissionWriter | None = None,
+        writer: GroupCommitWriter | None = None,
         *,
         size: int | None = None,
     ) -> None:
@@ -104,7 +97,7 @@ class Submission(Future[None]):
         self._writer = writer
         if size is None:
             size = sum(map(estimate_bytes, self.events)) if writer is not None else 0
-        self._size = size
+        self.size = size
         self._stage = _Stage.WAITING
         self._given_up = self._abandoned = False
 
@@ -184,7 +177,7 @@ class GroupCommitWriter:
         with self._lock:
             if self._closed:
                 raise StoreUnavailable("the store's writer is closed")
-            size = self._held_bytes + submission._size
+            size = self._held_bytes + submission.size
             if self._held and (self._held >= self._max_submissions or size > self._max_bytes):
                 self._refused += 1
                 raise StoreBusy(
@@ -250,7 +243,7 @@ class GroupCommitWriter:
         submission._stage = _Stage.SETTLED
         submission.events = ()
         self._held -= 1
-        self._held_bytes -= submission._size
+        self._held_bytes -= submission.size
 
     # Of the writer's own thread
 

@@ -541,6 +541,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
     store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(client, "MISSED_AT_START", 10_000)
     turns = chain("r", 2)
 
     async def hung() -> None:

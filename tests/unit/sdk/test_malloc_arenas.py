@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 # Threads that allocate at the same moment, then what malloc says of itself.
 _THREADS = """
 import ctypes, sys, threading
-from tracegrad.proxy.process_memory import limit_arenas
+from tracegrad.host_memory import limit_arenas
 
 if "limit" in sys.argv:
     limit_arenas()
