@@ -118,13 +118,12 @@ def test_a_killed_writer_costs_no_call(
     assert not callers.failed, "clients wait for the next writer, and notice nothing"
 
 
-@pytest.mark.databases("sqlite")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_proxy_that_is_ended_writes_what_it_was_given(
-    engine_url: str, url: str, tmp_path: Path, workers: int
+    engine_url: str, sqlite_url: str, tmp_path: Path, workers: int
 ) -> None:
     """The store is locked until its calls have been cut off."""
-    proxy = ProxyProcess(engine_url, url, tmp_path / "proxy.log", workers=workers)
+    proxy = ProxyProcess(engine_url, sqlite_url, tmp_path / "proxy.log", workers=workers)
     proxy.start()
     wanted = [f"r{number}" for number in range(8)]
 
@@ -141,7 +140,7 @@ def test_a_proxy_that_is_ended_writes_what_it_was_given(
         submissions: int = state["writer"]["submissions"]
         return submissions
 
-    locked = sqlite3.connect(url.removeprefix("sqlite:///"), isolation_level=None)
+    locked = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
     try:
         locked.execute("BEGIN IMMEDIATE")
         with ThreadPoolExecutor(len(wanted)) as pool:
@@ -154,7 +153,7 @@ def test_a_proxy_that_is_ended_writes_what_it_was_given(
     finally:
         locked.close()
         proxy.close()
-    with Store.open(url) as store:
+    with Store.open(sqlite_url) as store:
         assert {row.rollout_id for row in store.rollouts(limit=None)} == set(wanted)
 
 
