@@ -18,6 +18,8 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from tracegrad.proxy.store_writer.child import PROCESS_NAME
+
 EVERY_S = 5.0
 # Processes of vLLM are not ours.
 PROXY = ("proxy", "proxy workers", "proxy writers")
@@ -161,11 +163,11 @@ def _by_role(root: psutil.Process) -> Iterator[tuple[str, psutil.Process]]:
         elif role == "rank launcher":
             yield from (("ranks", one) for one in below)
         elif role == "proxy":
-            # Each event loop has a writer: of several, the loops are the proxy's children.
-            several = any(children[one.pid] for one in below)
-            for one in below:
-                yield "proxy workers" if several else "proxy writers", one
-                yield from (("proxy writers", writer) for writer in children[one.pid])
+            # Each event loop has a writer; of several loops, which are the proxy's children, those
+            # of an SQLite store have one together.
+            for one in (*below, *(child for worker in below for child in children[worker.pid])):
+                with suppress(psutil.Error):
+                    yield "proxy writers" if one.name() == PROCESS_NAME else "proxy workers", one
 
 
 # The launcher's command line has the program of its ranks too.

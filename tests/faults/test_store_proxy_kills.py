@@ -22,6 +22,7 @@ from support.proxy.proxy_process import ProxyProcess
 from support.proxy.servers import eventually, serving
 from support.store.durability_check import integrity
 from support.store.kill_runs import drawn_seed
+from tracegrad.proxy.store_writer.child import PROCESS_NAME
 from tracegrad.store import Store
 
 _CALLERS = 6
@@ -91,7 +92,7 @@ def test_a_killed_worker_loses_nothing_and_the_others_go_on(
     assert len(callers.ended) <= captured <= len(callers.ended) + kills * _CALLERS
 
 
-@pytest.mark.parametrize(("url", "workers"), [("sqlite", 2), ("postgres", 1)], indirect=["url"])
+@pytest.mark.parametrize(("url", "workers"), [("sqlite", 2), ("postgres", 2)], indirect=["url"])
 def test_a_killed_writer_costs_no_call(
     engine_url: str, url: str, tmp_path: Path, workers: int
 ) -> None:
@@ -162,11 +163,11 @@ def started_again(proxy: ProxyProcess) -> int:
 
 
 def writers(proxy: ProxyProcess) -> list[int]:
-    """The processes that write: the children of each worker, or of the only one."""
+    """The processes that write: of SQLite one, of PostgreSQL one for each event loop."""
 
     def found() -> list[int]:
-        parents = httpx.get(f"{proxy.url}/healthz", timeout=20).json().get("workers", [proxy.pid])
-        return [child.pid for parent in parents for child in psutil.Process(parent).children()]
+        below = psutil.Process(proxy.pid).children(recursive=True)
+        return [process.pid for process in below if process.name() == PROCESS_NAME]
 
     pids: list[int] = eventually(found, 60)
     return pids

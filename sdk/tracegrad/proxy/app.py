@@ -235,18 +235,14 @@ def create_app(
     return app
 
 
-def writer_opening(
-    settings: ProxySettings, *, worker: int | None = None, writing: int | None = None
-) -> Opening:
-    """What the process that writes for this proxy has to know, or for one `worker` of it, which
-    writes in turn with others by the file `writing`."""
+def writer_opening(settings: ProxySettings, *, worker: int | None = None) -> Opening:
+    """What the process that writes for this proxy has to know, or for one `worker` of it."""
     return Opening(
         url=settings.store.get_secret_value(),
         log_format=settings.log_format,
         remembered=_remembered_turns(settings),
         reconnect_s=RECONNECT_S,
         worker=worker,
-        writing=writing,
     )
 
 

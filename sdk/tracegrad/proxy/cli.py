@@ -105,6 +105,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     from tracegrad.proxy.http.limits import ConnectionLimits, raise_file_limit
     from tracegrad.proxy.http.protocol import server_config
     from tracegrad.proxy.store_writer.client import StoreWriter
+    from tracegrad.proxy.store_writer.own_process import OwnProcess
     from tracegrad.proxy.store_writer.process import WriterProcess
     from tracegrad.store import Store, StoreError
 
@@ -127,7 +128,7 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     limits = ConnectionLimits.of(settings)
     connections = raise_file_limit(limits.connections)
     _warn_of_few_files(connections, settings)
-    with store, StoreWriter(process, writer_opening(settings), start=WriterProcess.start) as writer:
+    with store, StoreWriter(OwnProcess(process), writer_opening(settings)) as writer:
         app = create_app(settings, store=store, writer=writer)
         config = server_config(app, replace(limits, connections=connections))
         print(_first_line(settings, listener, store), flush=True)

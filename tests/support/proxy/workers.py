@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from support.engines.byte_tokenizer import save_byte_tokenizer
 from support.engines.mock_engine import MockEngine
@@ -51,6 +52,15 @@ class Workers:
     def pids(self) -> list[int]:
         found: list[int] = self.health()["workers"]
         return found
+
+    def processes(self) -> list[int]:
+        """The workers, and what writes for them."""
+        return [one.pid for one in psutil.Process(self.proxy.pid).children(recursive=True)]
+
+    def writer(self) -> int:
+        """That of an SQLite store."""
+        [pid] = set(self.processes()) - set(self.pids())
+        return pid
 
     def pid_of(self, client: httpx.Client) -> int:
         """The worker that the client's connection leads to."""

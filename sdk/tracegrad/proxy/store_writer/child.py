@@ -3,32 +3,39 @@
 It has no other work than the store's: in one process, a busy event loop and a thread that writes
 wait for each other's interpreter. It ends when its proxy hangs up, and what it has read is written;
 where the proxy itself has ended, it is killed, as a thread would be.
+
+Workers of one SQLite store have one process together: only one of several could write at a time,
+and each would commit a turn or two, where a commit of ten costs little more than that of one.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
+from io import BufferedReader
+from typing import Any, cast
 
 from tracegrad.host_memory import RETURN_EVERY_S, limit_arenas, return_freed_memory, tune_gc
 from tracegrad.log_format import write_json_log, write_log
 from tracegrad.proxy.store_writer.frames import (
     Kind,
     Opening,
+    Readable,
     WireFrame,
     encode,
     pickled,
     read_frame,
 )
-from tracegrad.proxy.store_writer.write_turn import WriteTurn
 from tracegrad.store import GroupCommitWriter, Store, StoreError, Submission
 
 log = logging.getLogger("tracegrad.proxy")
@@ -36,51 +43,110 @@ log = logging.getLogger("tracegrad.proxy")
 _READ_BYTES = 1 << 20
 # While the writing thread computes, the one that reads what is next waits so long at most.
 _SWITCH_S = 0.0005
-_PR_SET_PDEATHSIG = 1  # Linux's prctl.h
+_CONTROL_BYTES = 16
+PROCESS_NAME = "store-writer"  # as ps shows it; Linux knows 15 characters
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # Linux's prctl.h
 _UNBOUNDED = sys.maxsize  # its proxy counts what waits, here too
 
 
 def run(connection: socket.socket) -> None:
-    """Until the other end is closed."""
-    # Ctrl-C reaches all processes of a terminal; what the proxy still has in hand is to be written.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    """For one proxy, until it hangs up."""
+    _begin()
     _end_with_parent()
-    sys.setswitchinterval(_SWITCH_S)
     connection.setblocking(True)
-    with connection, connection.makefile("rb", buffering=_READ_BYTES) as stream:
+    with connection, _stream(connection) as stream:
         frame = read_frame(stream)
         if frame is None:
             return
         opening: Opening = frame.value()
-        if opening.log_format == "json":
-            fields = {} if opening.worker is None else {"worker": opening.worker}
-            write_json_log("writer", **fields)
-        turn = None if opening.writing is None else WriteTurn(opening.writing)
-        threading.Thread(target=_return_memory, daemon=True).start()
-        with (
-            Store.attach(opening.url) as store,
-            GroupCommitWriter(
-                store,
-                max_submissions=_UNBOUNDED,
-                max_bytes=_UNBOUNDED,
-                turn=turn,
-                reconnect_s=opening.reconnect_s,
-            ) as writer,
-        ):
-            store.remember_turns(opening.remembered)
-            tune_gc()
-            serving = _Serving(connection, writer)
-            while (frame := read_frame(stream)) is not None:
-                serving.receive(frame)
+        with _writing(opening) as writer:
+            _Serving(connection, writer, _Unacknowledged(writer)).run(stream)
+
+
+def run_shared(control: socket.socket, opening: Opening) -> None:
+    """For all workers of a proxy. Their connections come by `control`; it ends when that is closed,
+    and each of them."""
+    _begin()
+    control.setblocking(True)
+    with control, _writing(opening) as writer:
+        unacknowledged = _Unacknowledged(writer)
+        threads: list[threading.Thread] = []
+        while (connection := _next_connection(control)) is not None:
+            serving = _Serving(connection, writer, unacknowledged)
+            thread = threading.Thread(target=_serve_worker, args=(connection, serving))
+            thread.start()
+            threads = [each for each in threads if each.is_alive()] + [thread]
+        for thread in threads:
+            thread.join()
+
+
+def _next_connection(control: socket.socket) -> socket.socket | None:
+    while True:
+        try:
+            data, files, _, _ = socket.recv_fds(control, _CONTROL_BYTES, 1)
+        except ConnectionError:
+            return None
+        if files:
+            return socket.socket(fileno=files[0])
+        if not data:
+            return None
+        log.error("the store's writer has no file left for a worker's connection")
+
+
+def _serve_worker(connection: socket.socket, serving: _Serving) -> None:
+    try:
+        connection.setblocking(True)
+        with connection, _stream(connection) as stream:
+            serving.run(stream)
+    except BaseException:
+        # Its worker would wait for answers for ever; the next process is given all that it asked.
+        log.critical("the store's writer ends", exc_info=True)
+        os._exit(1)
+
+
+def _begin() -> None:
+    # Ctrl-C reaches all processes of a terminal; what the proxy still has in hand is to be written.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    _prctl(_PR_SET_NAME, PROCESS_NAME.encode())
+    sys.setswitchinterval(_SWITCH_S)
+    threading.Thread(target=_return_memory, daemon=True).start()
+
+
+def _stream(connection: socket.socket) -> BufferedReader:
+    return cast(BufferedReader, connection.makefile("rb", buffering=_READ_BYTES))
+
+
+@contextmanager
+def _writing(opening: Opening) -> Iterator[GroupCommitWriter]:
+    """At the end, what was read is written."""
+    if opening.log_format == "json":
+        fields = {} if opening.worker is None else {"worker": opening.worker}
+        write_json_log("writer", **fields)
+    with (
+        Store.attach(opening.url) as store,
+        GroupCommitWriter(
+            store,
+            max_submissions=_UNBOUNDED,
+            max_bytes=_UNBOUNDED,
+            reconnect_s=opening.reconnect_s,
+        ) as writer,
+    ):
+        store.remember_turns(opening.remembered)
+        tune_gc()
+        yield writer
 
 
 def _end_with_parent() -> None:
     """Also where this process is stopped, and others wait for their turn to write. The system means
     the thread that started this process: the proxy's main thread, which has the event loop."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _prctl(option: int, value: Any) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # Linux
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(option, value)
 
 
 def _return_memory() -> None:
@@ -89,15 +155,45 @@ def _return_memory() -> None:
         return_freed_memory()
 
 
-class _Serving:
-    """Answers are written by whichever thread knows them: the one that reads, or the writer's."""
+class _Unacknowledged:
+    """Turns that were stored although their callers had given up: which worker's they were is not
+    known, and they are said once, with the next answer to any."""
 
-    def __init__(self, connection: socket.socket, writer: GroupCommitWriter) -> None:
+    def __init__(self, writer: GroupCommitWriter) -> None:
+        self._writer = writer
+        self._said = 0
+        self._lock = threading.Lock()
+
+    def unsaid(self) -> int:
+        with self._lock:
+            found = self._writer.load().unacknowledged
+            more, self._said = found - self._said, found
+            return more
+
+
+class _Serving:
+    """One connection. Answers are written by whichever thread knows them: the one that reads, or
+    the writer's."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        writer: GroupCommitWriter,
+        unacknowledged: _Unacknowledged,
+    ) -> None:
         self._connection = connection
         self._writer = writer
-        self._open: dict[int, Submission] = {}  # by the proxy's numbers
-        self._said = 0  # turns without acknowledgement
+        self._unacknowledged = unacknowledged
+        self._open: dict[int, Submission | None] = {}  # by the proxy's numbers; None: turns to mark
         self._sending = threading.Lock()
+        self._settling = threading.Condition()
+
+    def run(self, stream: Readable) -> None:
+        """Until the other side has said all, and was answered."""
+        while (frame := read_frame(stream)) is not None:
+            self.receive(frame)
+        with self._settling:
+            self._settling.wait_for(lambda: not self._open)
 
     def receive(self, frame: WireFrame) -> None:
         match frame.kind:
@@ -110,6 +206,7 @@ class _Serving:
                 if (unwanted := self._open.get(frame.number)) is not None:
                     unwanted.abandon()
             case Kind.DOUBT:
+                self._open[frame.number] = None
                 marked = self._writer.doubt(frame.value())
                 marked.add_done_callback(partial(self._settled, frame.number))
             case Kind.PING:
@@ -127,19 +224,20 @@ class _Serving:
         submission.add_done_callback(partial(self._settled, frame.number))
 
     def _settled(self, number: int, done: Future[None]) -> None:
-        self._open.pop(number, None)
         error = done.exception()
         if error is None:
             self._answer(encode(Kind.DONE, number))
         else:
             self._answer(encode(Kind.FAILED, number, _pickled_error(error)))
+        with self._settling:
+            del self._open[number]
+            self._settling.notify_all()
 
     def _answer(self, answer: bytes) -> None:
         """With what is to be said besides."""
+        if more := self._unacknowledged.unsaid():
+            answer = encode(Kind.UNACKNOWLEDGED, more) + answer
         with self._sending, suppress(OSError):  # of a proxy that has hung up
-            if (unacknowledged := self._writer.load().unacknowledged) != self._said:
-                self._said = unacknowledged
-                answer = encode(Kind.UNACKNOWLEDGED, unacknowledged) + answer
             self._connection.sendall(answer)
 
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import pickle
+import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import InvalidStateError
 from contextlib import suppress
 from itertools import count
-from typing import Any, Self
+from typing import Protocol, Self
 
 from tracegrad.events import Event, Turn
 from tracegrad.proxy.store_writer.frames import (
@@ -27,7 +29,6 @@ from tracegrad.proxy.store_writer.frames import (
     head,
     pickled,
 )
-from tracegrad.proxy.store_writer.process import WriterProcess
 from tracegrad.store import (
     EventRejected,
     GroupCommitWriter,
@@ -37,7 +38,7 @@ from tracegrad.store import (
     Submission,
     WriterLoad,
 )
-from tracegrad.store.write.group_commit import MAX_BYTES, MAX_SUBMISSIONS, estimate_bytes
+from tracegrad.store.write.group_commit import MAX_BYTES, MAX_SUBMISSIONS
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -47,18 +48,40 @@ log = logging.getLogger("tracegrad.proxy")
 LOOK_EVERY_S = 5.0
 MISSED_LOOKS = 6
 MISSED_AT_START = 24  # a busy machine takes its time for an interpreter
-# Before another process is started: at once after one that answered anything, else doubling.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
-
+# Before the process is reached again where this one has no file left for it.
+_REACH_AGAIN_S = 0.2
 # A submission that so many processes ended by, one after the other, is refused.
 _MOST_TRIES = 5
-# For a process whose end was seen by its socket: it may still say why.
-_LAST_WORDS_S = 1.0
 # For the last commits of a process that is not needed any more; then the proxy itself writes what
 # is left. Less than the supervisor gives its workers.
 _END_S = 5.0
+_READ_BYTES = 1 << 16
 
-Start = Callable[[], WriterProcess]
+
+class WriterLink(Protocol):
+    """How a proxy, or a worker of one, reaches the process that writes for it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """None: no process is there yet."""
+
+    async def gone(self) -> None:
+        """To be called when the connection was lost. On return the process is no more: what it was
+        about to commit is stored, or is not; but for a commit that a database server has received
+        and not carried out yet, of which nobody hears."""
+
+    async def renew(self, *, answered: bool) -> None:
+        """Until there is a process to connect to. `answered`: whether the one before, if any,
+        answered anything."""
+
+    def kill(self) -> None: ...
+
+    def finish(self, limit_s: float) -> None:
+        """Once the loop has ended, and the connection with it. On return, after `limit_s` more
+        seconds at most, the process writes nothing more of what it was sent."""
 
 
 class _Sent(Submission):
@@ -66,10 +89,8 @@ class _Sent(Submission):
     caller waits no more; `abandoned`: whatever is answered. `tries`: processes that had it, and may
     have stored it."""
 
-    def __init__(
-        self, number: int, turn_ids: list[str], data: bytes, size: int, writer: StoreWriter
-    ) -> None:
-        super().__init__(size=size)
+    def __init__(self, number: int, turn_ids: list[str], data: bytes, writer: StoreWriter) -> None:
+        super().__init__(size=len(data))
         self.number = number
         self.data = data
         self.given_up: str | None = None
@@ -96,29 +117,27 @@ class StoreWriter:
 
     def __init__(
         self,
-        process: WriterProcess,
+        link: WriterLink,
         opening: Opening,
         *,
-        start: Start,
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """`start` gives the next process where one ends. The bounds: as `GroupCommitWriter`'s."""
-        self._process = process
+        """The bounds: as `GroupCommitWriter`'s, of bytes as they are sent."""
+        self._link = link
         self._opening = opening
-        self._start = start
         self._max_submissions, self._max_bytes = max_submissions, max_bytes
         self._numbers = count(1)
         self._outstanding: dict[int, _Sent] = {}  # in order
         self._held_bytes = self._refused = 0
-        self._unacknowledged = self._before = 0  # by this process, and by those before it
+        self._unacknowledged = 0
         self._doubtful: set[str] = set()  # that are not known to be marked
         self._doubted: dict[int, frozenset[str]] = {}  # by the number that was asked with
         self._transport: asyncio.Transport | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._reader = FrameReader()
+        self._lost: asyncio.Future[None] | None = None  # what is connected
+        self._tasks: list[asyncio.Task[None]] = []  # that the end of their loop cancels
         self._unanswered = 0  # looks
-        self._failures = self._silent_ends = 0  # since anything was heard
         self._heard = False  # anything of this process
         self._closed = False
 
@@ -129,8 +148,8 @@ class StoreWriter:
         EventRejected for events that have no bytes."""
         if self._closed:
             raise StoreUnavailable("the store's writer is closed")
-        data, mine = _bytes_of(events), sum(map(estimate_bytes, events))
-        size, held = self._held_bytes + mine, len(self._outstanding)
+        data = _bytes_of(events)
+        size, held = self._held_bytes + len(data), len(self._outstanding)
         if held and (held >= self._max_submissions or size > self._max_bytes):
             self._refused += 1
             raise StoreBusy(
@@ -138,20 +157,22 @@ class StoreWriter:
                 f" and at most {self._max_submissions} of {self._max_bytes >> 20} MiB may"
             )
         turn_ids = [event.turn_id for event in events if isinstance(event, Turn)]
-        submission = _Sent(next(self._numbers), turn_ids, data, mine, self)
+        submission = _Sent(next(self._numbers), turn_ids, data, self)
         self._outstanding[submission.number] = submission
         self._held_bytes = size
         if self._transport is not None:
             self._send(submission)
-        elif self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._start_task(self._connect())
-            self._start_task(self._watch())
+        elif not self._tasks:
+            loop = asyncio.get_running_loop()
+            self._tasks = [
+                loop.create_task(self._stay_connected()),
+                loop.create_task(self._watch()),
+            ]
         return submission
 
     def load(self) -> WriterLoad:
-        unacknowledged = self._before + self._unacknowledged
-        return WriterLoad(len(self._outstanding), self._held_bytes, self._refused, unacknowledged)
+        held = len(self._outstanding)
+        return WriterLoad(held, self._held_bytes, self._refused, self._unacknowledged)
 
     def withdraw(self, submission: _Sent, reason: str) -> None:
         if submission.done():
@@ -175,33 +196,45 @@ class StoreWriter:
 
     # The connection
 
-    def _start_task(self, work: Any) -> None:
-        assert self._loop is not None, "in use"
-        task = self._loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _stay_connected(self) -> None:
+        if self._link.connection is None:
+            await self._link.renew(answered=True)
+        while True:
+            await self._connect()
+            assert self._lost is not None, "connected"
+            await self._lost
+            await self._link.gone()
+            self._give_up_unwanted()
+            await self._link.renew(answered=self._heard)
 
     async def _connect(self) -> None:
-        assert self._loop is not None, "in use"
+        loop = asyncio.get_running_loop()
         while True:
+            assert self._link.connection is not None, "renewed"
             try:
                 # Its own file: the loop closes what it is given, when it thinks fit.
-                connection = self._process.connection.dup()
+                connection = self._link.connection.dup()
             except OSError as error:
                 log.error("the store's writer cannot be reached: %s", error)
-                await self._pause()
+                await asyncio.sleep(_REACH_AGAIN_S)
             else:
-                await self._loop.create_connection(lambda: _Connection(self), sock=connection)
+                self._lost = loop.create_future()
+                await loop.create_connection(lambda: _Connection(self), sock=connection)
                 return
 
-    async def _pause(self) -> None:
-        """After so many failures without an answer between them."""
-        pause_s = _FIRST_PAUSE_S * 2.0 ** min(self._failures, 10)
-        self._failures += 1
-        await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S))
+    def _give_up_unwanted(self) -> None:
+        """Where no process has it any more."""
+        self._doubted.clear()
+        for submission in [each for each in self._outstanding.values() if each.given_up]:
+            self._give_up(submission)
+        first = next(iter(self._outstanding.values()), None)
+        if first is not None and first.tries >= _MOST_TRIES:
+            first.given_up = f"{first.tries} processes ended by writing it"
+            self._give_up(first)
 
     def _connected(self, transport: asyncio.Transport) -> None:
         self._transport = transport
+        self._reader = FrameReader()
         self._unanswered, self._heard = 0, False
         transport.write(encode(Kind.OPEN, payload=pickled(self._opening)))
         if self._doubtful:
@@ -221,11 +254,14 @@ class StoreWriter:
         first = head(Kind.SUBMIT, submission.number, submission.data)
         self._transport.writelines((first, submission.data))
 
+    def _read(self, data: bytes) -> None:
+        self._unanswered, self._heard = 0, True
+        for frame in self._reader.feed(data):
+            self._received(frame)
+
     def _received(self, frame: WireFrame) -> None:
-        self._unanswered = self._failures = self._silent_ends = 0
-        self._heard = True
         if frame.kind == Kind.UNACKNOWLEDGED:
-            self._unacknowledged = frame.number
+            self._unacknowledged += frame.number
         elif (marked := self._doubted.pop(frame.number, None)) is not None:
             self._doubtful -= marked
         elif (submission := self._outstanding.get(frame.number)) is not None:
@@ -260,47 +296,11 @@ class StoreWriter:
             self._doubt(submission)
         self._settle(submission, StoreUnavailable(submission.given_up or "it was not written"))
 
-    def _lost(self) -> None:
+    def _disconnected(self) -> None:
         """The process has ended, or closed its end; or the loop has."""
         self._transport = None
-        if self._loop is not None and not self._loop.is_closed() and not self._closed:
-            self._start_task(self._again())
-
-    async def _again(self) -> None:
-        # What it was about to commit is stored, or is not, once it is gone; but for a commit that a
-        # database server has received and not carried out yet, of which nobody hears.
-        await asyncio.to_thread(self._end_process)
-        log.error(
-            "the store's writer (process %d) %s; it is started again",
-            self._process.pid,
-            self._process.how_it_ended(),
-        )
-        self._before, self._unacknowledged = self._before + self._unacknowledged, 0
-        self._doubted.clear()
-        for submission in [each for each in self._outstanding.values() if each.given_up]:
-            self._give_up(submission)
-        first = next(iter(self._outstanding.values()), None)
-        if first is not None and first.tries >= _MOST_TRIES:
-            first.given_up = f"{first.tries} processes ended by writing it"
-            self._give_up(first)
-        if self._silent_ends:
-            await self._pause()
-        self._silent_ends += 1
-        while True:
-            try:
-                self._process = self._start()
-            except Exception as error:
-                log.error("the store's writer cannot be started: %s", error)
-                await self._pause()
-            else:
-                return await self._connect()
-
-    def _end_process(self) -> None:
-        """It may have ended already, or be about to."""
-        if self._process.wait(_LAST_WORDS_S) is None:
-            self._process.kill()
-            self._process.wait()
-        self._process.hang_up()
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
 
     async def _watch(self) -> None:
         while True:
@@ -308,8 +308,8 @@ class StoreWriter:
             if self._transport is None:
                 continue
             if self._unanswered >= (MISSED_LOOKS if self._heard else MISSED_AT_START):
-                log.error("the store's writer (process %d) does nothing", self._process.pid)
-                self._process.kill()
+                log.error("the store's writer (process %d) does nothing", self._link.pid)
+                self._link.kill()
                 continue
             self._unanswered += 1
             self._transport.write(encode(Kind.PING, next(self._numbers)))
@@ -317,16 +317,26 @@ class StoreWriter:
     # The end
 
     def close(self) -> None:
-        """Once the loop has ended. What was submitted is written, and its process gone."""
+        """Once the loop has ended. What was submitted is written."""
         if self._closed:
             return
         self._closed, self._transport = True, None
-        self._process.hang_up()
-        if self._process.wait(_END_S) is None:
-            self._process.kill()
-            self._process.wait()
+        deadline = time.monotonic() + _END_S
+        if (connection := self._link.connection) is not None:
+            with suppress(OSError):
+                self._hear_the_rest(connection, deadline)
+        self._link.finish(max(0.0, deadline - time.monotonic()))
         if self._outstanding or self._doubtful:
             self._write_the_rest()
+
+    def _hear_the_rest(self, connection: socket.socket, deadline: float) -> None:
+        """The answers to all that the process was sent: then it hangs up."""
+        connection.shutdown(socket.SHUT_WR)
+        while (left_s := deadline - time.monotonic()) > 0:
+            connection.settimeout(left_s)
+            if not (data := connection.recv(_READ_BYTES)):
+                return
+            self._read(data)
 
     def _write_the_rest(self) -> None:
         """Here: what the loop had not sent, or whose answers it did not get."""
@@ -361,18 +371,16 @@ class StoreWriter:
 class _Connection(asyncio.Protocol):
     def __init__(self, writer: StoreWriter) -> None:
         self._writer = writer
-        self._reader = FrameReader()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not subclasses of asyncio's.
         self._writer._connected(transport)  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
-        for frame in self._reader.feed(data):
-            self._writer._received(frame)
+        self._writer._read(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._writer._lost()
+        self._writer._disconnected()
 
 
 def _bytes_of(events: Iterable[Event]) -> bytes:

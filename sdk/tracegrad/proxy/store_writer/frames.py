@@ -31,19 +31,18 @@ class Kind(IntEnum):
     DONE = 7  # a submission is on the disk, or turns are marked
     FAILED = 8  # with this exception
     PONG = 9
-    UNACKNOWLEDGED = 10  # so many turns so far (`WriterLoad`); the number says how many
+    UNACKNOWLEDGED = 10  # so many turns more (`WriterLoad`); the number says how many
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What the process has to know. `url` holds the store's password; `writing`: a file that the
-    workers of one SQLite store take turns by, inherited; `remembered`: turns (`remember_turns`)."""
+    """What the process has to know. `url` holds the store's password; `remembered`: turns
+    (`remember_turns`); `worker`: the only one that it writes for, if any."""
 
     url: str
     log_format: LogFormat
     remembered: int
     reconnect_s: float
-    writing: int | None = None
     worker: int | None = None
 
 

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from tracegrad.proxy.store_writer.child import run
+from tracegrad.proxy.store_writer.child import run, run_shared
+from tracegrad.proxy.store_writer.frames import Opening
 
 log = logging.getLogger("tracegrad.proxy")
 
@@ -34,28 +35,44 @@ class WriterProcess:
         self._waiting = threading.Lock()
 
     @classmethod
-    def fork(cls, *, inherited: Collection[int] = ()) -> WriterProcess:
+    def fork(cls) -> WriterProcess:
         """For a process that has no event loop yet, and no thread that holds a lock: it costs
-        neither the time nor the memory of another interpreter. `inherited`: files that stay open,
-        beside the standard ones."""
-        ours, theirs = _socket_pair()
+        neither the time nor the memory of another interpreter. Raises OSError."""
+        return cls._forked(*socket_pair(), run)
+
+    @classmethod
+    def fork_shared(cls, opening: Opening) -> WriterProcess:
+        """Likewise, to write for all workers; their connections are sent by `connection`, which
+        never waits."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        return cls._forked(ours, theirs, lambda control: run_shared(control, opening))
+
+    @classmethod
+    def _forked(
+        cls, ours: socket.socket, theirs: socket.socket, serve: Callable[[socket.socket], None]
+    ) -> WriterProcess:
         _flush()
-        pid = os.fork()
-        if pid == 0:
-            _become(theirs, inherited)
-        theirs.close()
+        with theirs:
+            try:
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                _become(theirs, serve)
         return cls(ours, pid)
 
     @classmethod
-    def start(cls, *, inherited: Collection[int] = ()) -> WriterProcess:
-        """In place of one that ended. Raises OSError."""
-        ours, theirs = _socket_pair()
+    def start(cls) -> WriterProcess:
+        """In place of one that ended, another interpreter. Raises OSError."""
+        ours, theirs = socket_pair()
         with theirs:
             module = "tracegrad.proxy.store_writer.child"
             process = subprocess.Popen(
                 # -P: the folder that the proxy was started in may have modules of its own.
                 [sys.executable, "-P", "-m", module, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(), *inherited),
+                pass_fds=(theirs.fileno(),),
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # Ctrl-C is its proxy's, also while it starts
             )
@@ -85,6 +102,10 @@ class WriterProcess:
                     time.sleep(_LOOK_AGAIN_S)
             return self._status
 
+    def ended(self, code: int) -> None:
+        """Somebody else has waited for it."""
+        self._status = code
+
     def how_it_ended(self) -> str:
         if self._status is None or self._status >= 0:
             return f"exited with {self._status}"
@@ -100,7 +121,7 @@ class WriterProcess:
         self.connection.close()
 
 
-def _socket_pair() -> tuple[socket.socket, socket.socket]:
+def socket_pair() -> tuple[socket.socket, socket.socket]:
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     for end in pair:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -109,15 +130,17 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
     return pair
 
 
-def _become(connection: socket.socket, inherited: Collection[int]) -> NoReturn:
+def _become(connection: socket.socket, serve: Callable[[socket.socket], None]) -> NoReturn:
     """In the fork. Nothing else of the proxy's stays open: who waits for the end of what the proxy
     holds (its port, another worker's sockets) must not wait for this process."""
     code = 1
     try:
         # What the proxy left behind must not be closed later, when its numbers mean other files.
         gc.freeze()
-        _close_all_but({connection.fileno(), *inherited})
-        run(connection)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _close_all_but(connection.fileno())
+        serve(connection)
         code = 0
     except BaseException:
         log.critical("the store's writer ends", exc_info=True)
@@ -132,10 +155,6 @@ def _flush() -> None:
             stream.flush()
 
 
-def _close_all_but(kept: Collection[int]) -> None:
-    below = _FIRST_FILE
-    for file in sorted(kept):
-        if file >= below:
-            os.closerange(below, file)
-            below = file + 1
-    os.closerange(below, os.sysconf("SC_OPEN_MAX"))
+def _close_all_but(kept: int) -> None:
+    os.closerange(_FIRST_FILE, kept)
+    os.closerange(kept + 1, os.sysconf("SC_OPEN_MAX"))

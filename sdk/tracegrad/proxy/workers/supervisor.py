@@ -21,13 +21,15 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from tracegrad.events import Json
-from tracegrad.proxy.app import metric_cells
+from tracegrad.proxy.app import metric_cells, writer_opening
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.protocol import SHUTDOWN_S
 from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_requests import GateNow, GroupRequests
+from tracegrad.proxy.workers.group_writer import GroupWriter
+from tracegrad.proxy.workers.restarts import STABLE_S, pause_before_start
 from tracegrad.proxy.workers.worker import (
     CLOSED,
     HEARTBEATS,
@@ -38,26 +40,14 @@ from tracegrad.proxy.workers.worker import (
 
 log = logging.getLogger("tracegrad.proxy")
 
-# Before a worker that ended is started again: at once after it served so long, else doubling.
-STABLE_S = 10.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 30.0
-_MOST_DOUBLINGS = 20  # beyond that the pause is the longest
 # A worker whose event loop does not turn is killed after so many looks, half a minute: clients wait
-# for it, and so do all writers where it has their turn. Looks and not time: a supervisor that was
-# stopped itself (Ctrl-Z) blames nobody.
+# for it. Looks and not time: a supervisor that was stopped itself (Ctrl-Z) blames nobody.
 LOOK_EVERY_S = 5.0
 MISSED_LOOKS = 6
 # After the time that calls in flight get at the end, until a worker is killed.
 _KILL_S = SHUTDOWN_S + 10.0
 _PLACE_AGAIN_S = 0.02
 _ACCEPTS = 64  # connections at a time
-
-
-def pause_before_start(failures: int) -> float:
-    """Seconds, after so many ends in a row without STABLE_S of service between them."""
-    if failures < 2:
-        return 0.0
-    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), LONGEST_PAUSE_S)
 
 
 def _signal_name(number: int) -> str:
@@ -100,12 +90,15 @@ class Supervisor:
         self._shared = SharedLog(settings.workers)
         self._counts = SharedCounts(settings.workers, upstream_rows(settings.upstreams))
         self._metrics = metric_cells(settings)
-        self._writing = os.memfd_create("tracegrad-writing")
         held = settings.held
         gate = GateNow(version, held=held, lacks_version=held, pushes=held)
         self._requests = GroupRequests(self._send, gate)
         self._unplaced: deque[socket.socket] = deque()
         self._selector = selectors.DefaultSelector()
+        # Of a database server each worker has a process of its own.
+        self._writer: GroupWriter | None = None
+        if settings.store.get_secret_value().startswith("sqlite"):
+            self._writer = GroupWriter(writer_opening(settings), self._selector)
         self._listening = self._out_of_files = False
         self._look_at = 0.0
         self._signals: list[int] = []
@@ -134,17 +127,22 @@ class Supervisor:
             self._end_late()
             self._end_silent()
             self._place()
+        if self._writer is not None:
+            self._writer.end()
         return self._code
 
     # Workers
 
     def _start_due(self) -> None:
+        if self._writer is not None:
+            self._writer.advance()
         for worker in self._workers:
             if worker.pid is None and self._code is None and worker.start_at <= time.monotonic():
                 self._start(worker)
 
     def _start(self, worker: _Worker) -> None:
         try:
+            line = None if self._writer is None else self._writer.line(worker.number)
             ours, theirs = Channel.pair()
         except OSError as error:
             self._start_later(worker, f"worker {worker.number} has no channel ({error})")
@@ -157,18 +155,21 @@ class Supervisor:
         try:
             pid = os.fork()
         except OSError as error:
-            ours.close()
-            theirs.close()
+            for end in (ours, theirs, line):
+                if end is not None:
+                    end.close()
             self._start_later(worker, f"worker {worker.number} has no process ({error})")
             return
         if pid == 0:
             ours.close()
-            self._become(worker.number, theirs)
+            self._become(worker.number, theirs, line)
         theirs.close()
+        if line is not None:
+            line.close()
         worker.pid, worker.channel = pid, ours
         self._selector.register(ours, selectors.EVENT_READ, lambda: self._hear(worker))
 
-    def _become(self, number: int, channel: Channel) -> NoReturn:
+    def _become(self, number: int, channel: Channel, line: socket.socket | None) -> NoReturn:
         """In the fork: nothing of the supervisor's stays open, so that the others see it end."""
         code = 1
         try:
@@ -181,6 +182,8 @@ class Supervisor:
                     other.channel.close()
             for connection in self._unplaced:
                 connection.close()
+            if self._writer is not None:
+                self._writer.close_lines()
             run_worker(
                 Seat(
                     number,
@@ -189,7 +192,7 @@ class Supervisor:
                     self._requests.gate,
                     self._shared,
                     self._counts,
-                    self._writing,
+                    line,
                     self._metrics,
                 )
             )
@@ -213,9 +216,12 @@ class Supervisor:
                 return
             if not pid:
                 return
+            code = os.waitstatus_to_exitcode(status)
+            if self._writer is not None:
+                self._writer.reaped(pid, code)
             for worker in self._workers:
                 if worker.pid == pid:
-                    self._ended(worker, os.waitstatus_to_exitcode(status))
+                    self._ended(worker, code)
 
     def _ended(self, worker: _Worker, code: int) -> None:
         pid, now = worker.pid, time.monotonic()
@@ -404,10 +410,14 @@ class Supervisor:
         due = [self._requests.next_deadline(), self._stop_at, self._look_at]
         if self._code is None:
             due += [worker.start_at for worker in self._workers if worker.pid is None]
+        if self._writer is not None:
+            due.append(self._writer.start_at)
         times = [each - time.monotonic() for each in due if each is not None]
         blocked = any(
             worker.channel is not None and worker.channel.is_blocked for worker in self._workers
         )
+        if self._writer is not None and self._writer.owes:
+            times.append(_PLACE_AGAIN_S)
         if blocked or self._unplaced:
             for worker in self._workers:
                 if worker.channel is not None:

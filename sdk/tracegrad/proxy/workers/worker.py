@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,8 +27,10 @@ from tracegrad.proxy.http.protocol import server_config
 from tracegrad.proxy.metrics.counters import MetricCells, ProxyMetrics
 from tracegrad.proxy.shared_counts import SharedCount, SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
-from tracegrad.proxy.store_writer.client import StoreWriter
+from tracegrad.proxy.store_writer.client import StoreWriter, WriterLink
+from tracegrad.proxy.store_writer.own_process import OwnProcess
 from tracegrad.proxy.store_writer.process import WriterProcess
+from tracegrad.proxy.store_writer.shared_process import SharedProcess
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_gate import GroupGate
 from tracegrad.proxy.workers.group_requests import GateNow
@@ -55,7 +56,7 @@ class Seat:
     gate: GateNow
     shared: SharedLog
     counts: SharedCounts
-    writing: int  # a file, for `store_writer.write_turn`
+    writer_line: socket.socket | None  # of `store_writer.shared_process`; None: a writer of its own
     metrics: MetricCells
 
 
@@ -71,7 +72,11 @@ def worker_settings(settings: ProxySettings) -> ProxySettings:
 def run_worker(seat: Seat) -> None:
     """Until SIGTERM, or the supervisor's end."""
     _on_signals(lambda *_: sys.exit(0))
-    process = WriterProcess.fork(inherited=[seat.writing])
+    link: WriterLink
+    if seat.writer_line is None:
+        link = OwnProcess(WriterProcess.fork())
+    else:
+        link = SharedProcess(seat.writer_line)
     if seat.settings.log_format == "json":
         write_json_log("worker", worker=seat.number)
     settings = worker_settings(seat.settings)
@@ -79,12 +84,8 @@ def run_worker(seat: Seat) -> None:
     store = Store.attach(settings.store)
     limits = ConnectionLimits.of(settings)
     limits = replace(limits, connections=raise_file_limit(limits.connections))
-    one_file = store.database.url.get_backend_name() == "sqlite"
-    opening = writer_opening(
-        settings, worker=seat.number, writing=seat.writing if one_file else None
-    )
-    start = partial(WriterProcess.start, inherited=[seat.writing])
-    with store, StoreWriter(process, opening, start=start) as writer:
+    opening = writer_opening(settings, worker=seat.number)
+    with store, StoreWriter(link, opening) as writer:
         gate = WeightUpdateGate(
             seat.gate.version,
             held=seat.gate.held_for(time.monotonic()) is not None,

@@ -20,9 +20,9 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import fields
 from enum import Enum, auto
 from functools import partial
@@ -142,17 +142,13 @@ class GroupCommitWriter:
         *,
         max_submissions: int = MAX_SUBMISSIONS,
         max_bytes: int = MAX_BYTES,
-        turn: AbstractContextManager[object] | None = None,
         reconnect_s: float = 0.0,
     ) -> None:
         """`max_submissions` and `max_bytes` (estimated) bound what waits or is being written; a
-        single submission may be larger. `turn` is taken for every transaction, by writers of one
-        store that take turns: what comes while one waits for its turn goes along. `reconnect_s`: a
-        batch is written again for so long while the store's server is gone, before it fails."""
+        single submission may be larger. `reconnect_s`: a batch is written again for so long while
+        the store's server is gone, before it fails."""
         self._store = store
         self._reconnect_s = reconnect_s
-        self._turn = turn or nullcontext()
-        self._without_turn = False
         self._max_submissions, self._max_bytes = max_submissions, max_bytes
         self._queue: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # of all below, and of the states of submissions
@@ -255,36 +251,11 @@ class GroupCommitWriter:
             except queue.Empty:
                 self._mark_uncertain()
                 continue
-            with self._taking_turn():
-                batch, open_ = self._gather(first)
-                self._mark_uncertain()
-                if batch:
-                    self._write(batch)
+            batch, open_ = self._gather(first)
+            self._mark_uncertain()
+            if batch:
+                self._write(batch)
         self._mark_uncertain()
-
-    @contextmanager
-    def _taking_turn(self) -> Iterator[None]:
-        """Turns only spare writers the database's own queue: where the system refuses them (no
-        more locks), that decides who writes."""
-        taken = False
-        try:
-            self._turn.__enter__()
-            taken = True
-        except OSError as error:
-            self._said_without_turn(error)
-        try:
-            yield
-        finally:
-            try:
-                if taken:
-                    self._turn.__exit__(None, None, None)
-            except OSError as error:
-                self._said_without_turn(error)
-
-    def _said_without_turn(self, error: OSError) -> None:
-        if not self._without_turn:
-            self._without_turn = True
-            log.error("writers of the store cannot take turns (%s): they go on without", error)
 
     def _gather(self, item: Submission | None) -> tuple[list[Submission], bool]:
         """What waits now, `item` before all. False after the last."""

@@ -24,9 +24,10 @@ from support.store.events import make_turn
 from support.system.module_environment import environment
 from tracegrad.events import Turn
 from tracegrad.proxy.store_async import wait_committed
-from tracegrad.proxy.store_writer import client
+from tracegrad.proxy.store_writer import client, own_process
 from tracegrad.proxy.store_writer.client import StoreWriter
 from tracegrad.proxy.store_writer.frames import FrameReader, Kind, Opening, encode
+from tracegrad.proxy.store_writer.own_process import OwnProcess
 from tracegrad.proxy.store_writer.process import WriterProcess
 from tracegrad.store import EventRejected, Store, StoreBusy, StoreUnavailable, Submission
 from tracegrad.store.errors import ParentMissing
@@ -51,11 +52,18 @@ def run() -> Runner:
     return uvloop.run
 
 
-def opened(store: Store, **more: Any) -> StoreWriter:
+def opened(
+    store: Store, start: Callable[[], WriterProcess] = WriterProcess.start, **more: Any
+) -> StoreWriter:
     """As restarts are made: another interpreter, since tests have threads."""
     url = f"sqlite:///{store.database.describe()}"
     opening = Opening(url, log_format="text", remembered=64, reconnect_s=15.0)
-    return StoreWriter(WriterProcess.start(), opening, start=WriterProcess.start, **more)
+    return StoreWriter(OwnProcess(WriterProcess.start(), start), opening, **more)
+
+
+def process_of(writer: StoreWriter) -> WriterProcess:
+    assert isinstance(writer._link, OwnProcess)
+    return writer._link.process
 
 
 @contextmanager
@@ -139,7 +147,7 @@ def test_what_nobody_waited_for_is_written_before_the_end(store: Store, run: Run
 
 def test_a_writer_that_was_never_used_ends(store: Store) -> None:
     with opened(store) as writer:
-        process = writer._process
+        process = process_of(writer)
     assert process.wait(0) == 0
 
 
@@ -160,9 +168,9 @@ def test_a_killed_process_costs_no_turn(
     async def killer(writer: StoreWriter) -> None:
         for number in range(kills):
             await until(lambda: written >= (number + 1) * 160 // (kills + 1))  # noqa: B023
-            process = writer._process
+            process = process_of(writer)
             process.kill()
-            await until(lambda: writer._process is not process)  # noqa: B023
+            await until(lambda: process_of(writer) is not process)  # noqa: B023
 
     async def all_of_them() -> None:
         await asyncio.gather(killer(writer), *(agent(writer, turns) for turns in chains))
@@ -274,7 +282,7 @@ def test_a_turn_that_was_given_up_when_its_process_was_killed_is_never_trained(
     turn, later = make_turn("t", "r"), make_turn("u", "s")
 
     async def given_up() -> None:
-        process = writer._process
+        process = process_of(writer)
         first = writer.submit([turn])
         if known:  # and nobody was told
             os.kill(process.pid, signal.SIGSTOP)
@@ -305,14 +313,14 @@ def test_a_turn_that_the_process_before_had_stored_is_marked_when_it_is_given_up
 
     async def given_up() -> None:
         await stored(writer.submit([first]))
-        process = writer._process
+        process = process_of(writer)
         os.kill(process.pid, signal.SIGSTOP)
         submission = writer.submit([turn])
         with Store.attach(writer._opening.url) as other:
             other.append([turn])  # and nobody was told
         with locked(store) as unlock:
             process.kill()
-            await until(lambda: writer._process is not process and writer._heard)
+            await until(lambda: process_of(writer) is not process and writer._heard)
             with pytest.raises(StoreUnavailable, match="has not answered"):
                 await wait_committed(submission, patience_s=0.1)
             unlock()
@@ -363,7 +371,7 @@ def test_what_a_process_that_hangs_had_is_written_at_the_end(
 
     async def hung() -> None:
         await stored(writer.submit([turns[0]]))
-        os.kill(writer._process.pid, signal.SIGSTOP)
+        os.kill(process_of(writer).pid, signal.SIGSTOP)
         with pytest.raises(StoreUnavailable):
             await wait_committed(writer.submit([refused]), patience_s=0.1)
         with Store.attach(writer._opening.url) as other:
@@ -386,7 +394,7 @@ def test_it_is_started_again_whatever_ended_it(
 
     async def ended() -> None:
         await stored(writer.submit([turns[0]]))
-        os.kill(writer._process.pid, number)
+        os.kill(process_of(writer).pid, number)
         await stored(writer.submit([turns[1]]))
 
     with opened(store) as writer:
@@ -398,7 +406,7 @@ def test_it_is_started_again_whatever_ended_it(
 def test_a_submission_that_ends_each_process_is_refused_at_last(
     store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(own_process, "_FIRST_PAUSE_S", 0.01)
     turns = [make_turn(f"t{number}", f"r{number}") for number in range(2)]
     starts = 0
 
@@ -411,14 +419,13 @@ def test_a_submission_that_ends_each_process_is_refused_at_last(
         return process
 
     async def ended() -> None:
-        writer._start = start
-        writer._process.kill()
+        process_of(writer).kill()
         poison, other = writer.submit([turns[0]]), writer.submit([turns[1]])
         with pytest.raises(StoreUnavailable, match="processes ended by writing it"):
             await stored(poison)
         await stored(other)
 
-    with opened(store) as writer:
+    with opened(store, start) as writer:
         run(ended())
     assert store.rollout_turns("r1") == [turns[1]]
 
@@ -429,7 +436,7 @@ def test_a_turn_that_is_written_again_after_it_was_doubted_is_trained(
     turn, later = make_turn("t", "r"), make_turn("u", "s")
 
     async def written_again() -> None:
-        process = writer._process
+        process = process_of(writer)
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(StoreUnavailable):
             await wait_committed(writer.submit([turn]), patience_s=0.1)
@@ -439,7 +446,7 @@ def test_a_turn_that_is_written_again_after_it_was_doubted_is_trained(
         await stored(writer.submit([turn]))
         await until(lambda: not writer._doubted)
         assert not writer._doubtful
-        process = writer._process
+        process = process_of(writer)
         process.kill()
         await stored(writer.submit([later]))
 
@@ -453,7 +460,7 @@ def test_a_turn_that_is_written_again_after_it_was_doubted_is_trained(
 def test_it_is_reached_later_where_no_file_is_left(
     store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(own_process, "_FIRST_PAUSE_S", 0.01)
     [turn] = chain("r", 1)
 
     class Full:
@@ -475,7 +482,8 @@ def test_it_is_reached_later_where_no_file_is_left(
         await stored(writer.submit([turn]))
 
     with opened(store) as writer:
-        writer._process.connection = Full(writer._process.connection)  # type: ignore[assignment]
+        process = process_of(writer)
+        process.connection = Full(process.connection)  # type: ignore[assignment]
         run(reached())
     assert store.rollout_turns("r") == [turn]
     assert caplog.text.count("cannot be reached") == 2
@@ -490,7 +498,7 @@ def test_a_restart_takes_no_module_of_the_folder(
     [turn] = chain("r", 1)
 
     async def written() -> None:
-        writer._process.kill()
+        process_of(writer).kill()
         await stored(writer.submit([turn]))
 
     with opened(store) as writer:
@@ -506,10 +514,11 @@ from support.store.events import make_turn
 from tracegrad.proxy.store_async import wait_committed
 from tracegrad.proxy.store_writer.client import StoreWriter
 from tracegrad.proxy.store_writer.frames import Opening
+from tracegrad.proxy.store_writer.own_process import OwnProcess
 from tracegrad.proxy.store_writer.process import WriterProcess
 shutil.copy({str(empty_store)!r}, "store.db")
 process = WriterProcess.{{how}}()
-writer = StoreWriter(process, Opening("sqlite:///store.db", "text", 64, 1.0), start=process.start)
+writer = StoreWriter(OwnProcess(process), Opening("sqlite:///store.db", "text", 64, 1.0))
 async def main():
     await wait_committed(writer.submit([make_turn("t", "r")]))
     os.kill(process.pid, signal.SIGSTOP)
@@ -546,7 +555,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
 
     async def hung() -> None:
         await stored(writer.submit([turns[0]]))
-        os.kill(writer._process.pid, signal.SIGSTOP)
+        os.kill(process_of(writer).pid, signal.SIGSTOP)
         await stored(writer.submit([turns[1]]))
 
     with caplog.at_level(logging.ERROR), opened(store) as writer:
@@ -564,14 +573,14 @@ def test_a_store_that_hangs_is_no_reason_to_kill(
     [turn] = chain("r", 1)
 
     async def waited() -> None:
-        process = writer._process
+        process = process_of(writer)
         with locked(store):
             submission = writer.submit([turn])
             await until(lambda: writer._heard)
             await asyncio.sleep(0.05 * 60 * 1.5)
             assert not submission.done()
         await stored(submission)
-        assert writer._process is process
+        assert process_of(writer) is process
 
     with opened(store) as writer:
         run(waited())
@@ -580,7 +589,7 @@ def test_a_store_that_hangs_is_no_reason_to_kill(
 def test_it_is_tried_again_where_no_process_can_be_started(
     store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(own_process, "_FIRST_PAUSE_S", 0.01)
     failures = 0
     [turn] = chain("r", 1)
 
@@ -592,11 +601,10 @@ def test_it_is_tried_again_where_no_process_can_be_started(
         return WriterProcess.start()
 
     async def killed() -> None:
-        writer._start = start
-        writer._process.kill()
+        process_of(writer).kill()
         await stored(writer.submit([turn]))
 
-    with opened(store) as writer:
+    with opened(store, start) as writer:
         run(killed())
     assert store.rollout_turns("r") == [turn]
     assert failures == 3
@@ -611,13 +619,14 @@ from support.store.events import make_turn
 from tracegrad.proxy.store_async import wait_committed
 from tracegrad.proxy.store_writer.client import StoreWriter
 from tracegrad.proxy.store_writer.frames import Opening
+from tracegrad.proxy.store_writer.own_process import OwnProcess
 from tracegrad.proxy.store_writer.process import WriterProcess
 from tracegrad.store import Store
 shutil.copy({str(empty_store)!r}, "store.db")
 held = socket.create_server(("127.0.0.1", 0))
 process = WriterProcess.fork()
 opening = Opening("sqlite:///store.db", "text", remembered=64, reconnect_s=1.0)
-with StoreWriter(process, opening, start=WriterProcess.start) as writer:
+with StoreWriter(OwnProcess(process), opening) as writer:
     async def main():
         await wait_committed(writer.submit([make_turn("t", "r")]))
         files = os.listdir(f"/proc/{{process.pid}}/fd")

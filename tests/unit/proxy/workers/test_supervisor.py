@@ -26,12 +26,8 @@ from support.system.log_lines import our_lines
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.workers.channel import Channel
 from tracegrad.proxy.workers.group_requests import ANSWER_S
-from tracegrad.proxy.workers.supervisor import (
-    LONGEST_PAUSE_S,
-    MISSED_LOOKS,
-    Supervisor,
-    pause_before_start,
-)
+from tracegrad.proxy.workers.restarts import LONGEST_PAUSE_S, pause_before_start
+from tracegrad.proxy.workers.supervisor import MISSED_LOOKS, Supervisor
 from tracegrad.proxy.workers.worker import CLOSED, HEARTBEATS
 
 # `tracegrad proxy` whose second worker fails as this says.
@@ -271,7 +267,7 @@ def test_where_no_worker_can_be_started_others_go_on_and_it_is_tried_again(
 
 
 def test_no_worker_outlives_its_supervisor(workers: Workers) -> None:
-    pids = workers.pids()
+    pids = workers.processes()
     os.kill(workers.proxy.pid, signal.SIGKILL)
     eventually(lambda: not any(map(exists, pids)), 60)
     address = urlsplit(workers.proxy.url)
@@ -280,7 +276,7 @@ def test_no_worker_outlives_its_supervisor(workers: Workers) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_all_in_order(workers: Workers, number: int) -> None:
-    pids = workers.pids()
+    pids = workers.processes()
     workers.chat(workers.clients[0], [{"role": "user", "content": "hi"}], "r")
     os.kill(workers.proxy.pid, number)
     eventually(lambda: not any(map(exists, [*pids, workers.proxy.pid])), 60)
@@ -289,7 +285,7 @@ def test_a_signal_ends_all_in_order(workers: Workers, number: int) -> None:
 
 
 def test_a_second_signal_cuts_calls_off_and_what_they_had_is_recorded(workers: Workers) -> None:
-    everyone = [*workers.pids(), workers.proxy.pid]
+    everyone = [*workers.processes(), workers.proxy.pid]
     workers.engine.replies.append(Answer("0123456789"))
     workers.engine.wait_before(2)
     body = {"messages": [{"role": "user", "content": "Tell."}], "stream": True}

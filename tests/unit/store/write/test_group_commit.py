@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import signal
 import sqlite3
 import subprocess
@@ -19,7 +17,6 @@ from sqlalchemy import Connection, text
 
 from support.proxy.servers import eventually
 from support.store.events import make_turn
-from support.system.log_lines import our_lines
 from support.system.module_environment import environment
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import EventRejected, GroupCommitWriter, Store, StoreBusy, StoreUnavailable
@@ -83,51 +80,6 @@ def test_many_threads_share_transactions(store: Store, monkeypatch: pytest.Monke
         assert store.rollout_turns(turns[0].rollout_id) == turns
     assert sum(commits) == 160
     assert len(commits) < 120, "waiting submissions go into one transaction"
-
-
-def test_what_comes_while_a_writer_waits_for_its_turn_goes_along(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches = []
-    append = store.append
-
-    def counting(events: Sequence[Event], **more: Any) -> None:
-        batches.append((len(events), turn.locked()))
-        append(events, **more)
-
-    monkeypatch.setattr(store, "append", counting)
-    turn = threading.Lock()
-    with GroupCommitWriter(store, turn=turn) as writer:
-        with turn:  # another worker writes
-            waiting = [writer.submit([make_turn(f"w{number}")]) for number in range(5)]
-            waiting[0].withdraw("its caller left")
-        for submission in waiting[1:]:
-            submission.result(timeout=30)
-    assert batches == [(4, True)]
-    assert not turn.locked()
-
-
-@pytest.mark.parametrize("when", ["begin", "end"])
-def test_a_turn_that_the_system_refuses_stops_no_writer(
-    store: Store, when: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Refused:
-        def __enter__(self) -> None:
-            self.fail("begin")
-
-        def __exit__(self, *_: object) -> None:
-            self.fail("end")
-
-        def fail(self, now: str) -> None:
-            if now == when:
-                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    with GroupCommitWriter(store, turn=Refused()) as writer:
-        for number in range(3):
-            writer.submit([make_turn(f"t{number}")]).result(timeout=30)
-    assert len(store.rollout_turns("r")) == 3
-    [said] = our_lines(caplog)
-    assert "cannot take turns" in said, "once"
 
 
 @pytest.mark.databases("sqlite", "postgres")
@@ -423,9 +375,11 @@ def test_a_repeat_that_is_withdrawn_takes_nothing_from_who_was_answered(
 def test_who_gives_up_before_a_transaction_is_repeated_has_nothing_trained(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, turn = store.append, threading.Lock()
+    append, submitted = store.append, threading.Event()
 
     def repeated(events: Sequence[Event], *, before_commit: Any) -> None:
+        assert submitted.wait(30)
+
         def last(connection: Connection, new: Sequence[str]) -> None:
             before_commit(connection, new)
             submission.withdraw("too late")
@@ -434,9 +388,9 @@ def test_who_gives_up_before_a_transaction_is_repeated_has_nothing_trained(
         append(events, before_commit=last)
 
     monkeypatch.setattr(store, "append", repeated)
-    with GroupCommitWriter(store, turn=turn) as writer:
-        with turn:
-            submission = writer.submit([make_turn("t")])
+    with GroupCommitWriter(store) as writer:
+        submission = writer.submit([make_turn("t")])
+        submitted.set()
         with pytest.raises(StoreUnavailable, match="given up"):
             submission.result(timeout=30)
     assert _reasons(store) == {"t": "unacknowledged"}
@@ -446,9 +400,10 @@ def test_who_gives_up_after_a_commit_that_the_server_cut_off_has_nothing_trained
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commit arrived, its answer did not; what is written again changes nothing."""
-    append, turn, attempts = store.append, threading.Lock(), []
+    append, submitted, attempts = store.append, threading.Event(), []
 
     def lost_once(events: Sequence[Event], **more: Any) -> None:
+        assert submitted.wait(30)
         attempts.append(events)
         if len(attempts) == 2:
             submission.withdraw("too late")
@@ -457,9 +412,9 @@ def test_who_gives_up_after_a_commit_that_the_server_cut_off_has_nothing_trained
             raise StoreLost("the server is ended")
 
     monkeypatch.setattr(store, "append", lost_once)
-    with GroupCommitWriter(store, turn=turn, reconnect_s=60) as writer:
-        with turn:
-            submission = writer.submit([make_turn("t")])
+    with GroupCommitWriter(store, reconnect_s=60) as writer:
+        submission = writer.submit([make_turn("t")])
+        submitted.set()
         with pytest.raises(StoreUnavailable, match="too late"):
             submission.result(timeout=30)
     assert len(attempts) == 2
