@@ -378,6 +378,24 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
             raise AssertionError("it was killed each time")
 
 
+def test_weights_that_the_engine_has_gone_on_with_are_kept(
+    engine: SleepingEngine, checkpoint: Path, tmp_path: Path, level: SleepLevel
+) -> None:
+    pusher = make_pusher(engine.url, checkpoint, tmp_path, level)
+    guard = with_plan(pusher)
+    push(engine, pusher, 1)
+
+    def verify() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        push(engine, pusher, 2, verify)
+    carry_out(engine, guard.plan)
+    assert engine.loaded == [1.0, 2.0]
+    assert (engine.state.version, engine.serves) == (2, True)
+    pusher._files.close()
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_first_push_that_is_killed_opens_no_gate_and_no_number_is_of_other_weights(
     server: SleepingEngine,

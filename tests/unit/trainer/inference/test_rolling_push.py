@@ -401,6 +401,19 @@ def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: Wei
     assert not canary.restore()
 
 
+def test_a_base_is_pushed_to_all_engines_unless_it_is_served_already(
+    fleet: Fleet, canary: WeightPusher
+) -> None:
+    roll_first(fleet, canary)
+    fleet[0].all_may_be_held = True
+    canary.serve_base(2, fetching({2: 2.0}))
+    assert stands(fleet) == [(2.0, 2), (2.0, 2)]
+    before = len(fleet[0].calls)
+    canary.serve_base(2, fetching({2: 2.0}))
+    assert len(fleet[0].calls) == before
+    assert canary.version == 2
+
+
 def test_a_canary_that_one_of_the_proxies_refuses_is_ended_at_all(
     fleet: Fleet, canary: WeightPusher
 ) -> None:

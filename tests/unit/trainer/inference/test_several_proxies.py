@@ -204,6 +204,26 @@ def test_one_that_can_no_more_be_told_keeps_its_calls_and_the_others_go_on(
     assert second.state == (1, False)
 
 
+def test_one_that_has_the_version_of_a_push_that_failed_is_not_opened(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.refuse_once("/api/push/version")
+    told = second.server.calls.count("/api/push/version")
+
+    def look(number: int, path: str) -> bool:
+        return path == "/api/push/version" and second.server.calls.count(path) > told + 1
+
+    second.server.refuse = look
+    with pytest.raises(PushError, match="version 2 is not served, version 1 still is"):
+        pusher.push(2, weights(2.0))
+    assert (engine.state.version, engine.serves) == (1, True)
+    assert second.state == (2, True)
+    second.server.refuse = lambda number, path: False
+    assert pusher.restore()
+    assert second.state == (1, False)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_proxies_that_others_start_again_in_the_middle_of_a_push_cost_no_engine(
     tmp_path: Path, several: bool

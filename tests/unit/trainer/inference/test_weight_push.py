@@ -273,6 +273,21 @@ def test_where_one_engine_is_lost_the_others_serve_what_they_did(
     assert engine.calls[-2:] == ["/resume", "/api/push/release"]
 
 
+def test_where_one_engine_is_lost_in_a_first_push_the_others_serve_the_model_folder(
+    engine: SleepingEngine, second: SleepingEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    urls = [engine.url, second.url]
+    second.refuse = gone_at(LOAD_STAGED)
+    with WeightPusher(
+        urls, engine.url, version=-1, checkpoint=checkpoint, directory=tmp_path
+    ) as pusher:
+        with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
+            pusher.push(1, weights(1.0))
+        assert pusher.version == -1
+    assert serves(engine) == (0.5, 0)
+    assert engine.calls[-2:] == ["/resume", "/api/push/release"]
+
+
 def test_an_engine_that_hangs_is_waited_for_once_and_calls_are_held_meanwhile(
     engine: SleepingEngine, second: SleepingEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
