@@ -134,6 +134,14 @@ def test_one_that_does_not_answer_is_waited_for(
     assert not pusher.restore()
 
 
+def test_a_proxy_that_says_nothing_of_use_is_left_alone(
+    engine: SleepingEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pusher.push(1, weights(1.0))
+    monkeypatch.setattr(engine, "api_push", lambda *_: {})
+    assert not pusher.restore()
+
+
 def test_a_restore_that_failed_half_way_is_made_again_whatever_the_engine_says(
     engine: SleepingEngine, pusher: WeightPusher
 ) -> None:
@@ -146,6 +154,20 @@ def test_a_restore_that_failed_half_way_is_made_again_whatever_the_engine_says(
     engine.state.says = "1"  # of an update that was never finished
     assert pusher.restore()
     assert (engine.state.weight, engine.serves) == (1.0, True)
+
+
+def test_a_push_that_left_no_weights_is_mended_whatever_the_engine_says(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.refuse = lambda number, path: path == "/finish_weight_update"
+    with pytest.raises(EngineLostError):
+        pusher.push(2, weights(2.0))
+    engine.refuse = lambda number, path: False
+    assert engine.state.says == "1"
+    assert pusher.restore()
+    assert (engine.state.weight, engine.serves) == (1.0, True)
+    assert not pusher.restore()
 
 
 def test_a_push_gives_what_a_restore_that_failed_did_not(

@@ -293,6 +293,16 @@ def test_an_engine_that_was_started_again_gets_the_weights_while_the_other_serve
     assert not rolling.restore()
 
 
+def test_the_word_of_engines_that_always_say_the_same_means_nothing(
+    fleet: Fleet, rolling: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine in fleet:
+        monkeypatch.setattr(engine, "weight_info", lambda *_: {"weight_version": "default"})
+    rolling.push(1, weights(1.0))
+    assert [rolling.restore() for _ in range(3)] == [True, False, False]
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+
+
 def test_a_candidate_is_served_by_one_engine_until_it_is_promoted(
     fleet: Fleet, canary: WeightPusher
 ) -> None:
@@ -309,6 +319,15 @@ def test_a_candidate_is_served_by_one_engine_until_it_is_promoted(
     assert fleet[0].canary is None
     assert canary.version == canary.newest.version == 2
     canary.serve(canary.write(3, weights(3.0)), as_candidate=True)
+    assert stands(fleet) == [(2.0, 2), (3.0, 3)]
+
+
+def test_files_that_are_written_while_a_candidate_is_promoted_are_left_for_the_next_push(
+    fleet: Fleet, with_candidate: WeightPusher
+) -> None:
+    new = with_candidate.write(3, weights(3.0))
+    assert "write" not in with_candidate.promote_candidate(2)
+    assert "write" in with_candidate.serve(new, as_candidate=True).seconds
     assert stands(fleet) == [(2.0, 2), (3.0, 3)]
 
 
@@ -360,6 +379,22 @@ def test_each_engine_that_was_started_again_gets_its_own_weights(
     assert with_candidate.restore()
     assert stands(fleet) == [(1.0, 1), (2.0, 2)]
     assert not with_candidate.restore()
+
+
+@pytest.mark.parametrize(("which", "ends_with"), [(0, 2), (1, 1)])
+def test_an_engine_that_was_lost_is_asked_again_when_a_candidate_ends(
+    fleet: Fleet, with_candidate: WeightPusher, which: int, ends_with: int
+) -> None:
+    fleet[which].start_again()
+    fleet[which].refuse = lambda number, path: path == LOAD_STAGED
+    with pytest.raises(EngineLostError):
+        with_candidate.restore()
+    fleet[which].refuse = lambda number, path: False
+    if ends_with == 2:
+        with_candidate.promote_candidate(2)
+    else:
+        with_candidate.roll_back(1, fetching({}))
+    assert stands(fleet) == [(float(ends_with), ends_with)] * 2
 
 
 def test_a_proxy_that_was_started_again_is_told_of_both(

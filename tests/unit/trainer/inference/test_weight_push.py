@@ -188,6 +188,7 @@ def test_nothing_is_held_for_weights_that_are_not_finite(
     with pytest.raises(PushError, match="w holds values that are not finite"):
         pusher.push(1, weights(float("nan")))
     assert engine.calls == []
+    assert pusher._swap.watch.seconds == {}, "they are of no other push"
 
 
 def test_a_version_is_pushed_once(pusher: WeightPusher) -> None:
@@ -433,3 +434,4 @@ def test_a_rollback_that_the_engine_refuses_changes_nothing(
     assert engine.state.weight == 2.0
     pusher.push(3, weights(3.0))
     assert engine.state.weight == 3.0
+    assert [body["drain_s"] for body in engine.sent("/api/push/hold")] == [2.0, 2.0, 0.0, 2.0]
