@@ -331,6 +331,12 @@ def test_files_that_are_written_while_a_candidate_is_promoted_are_left_for_the_n
     assert stands(fleet) == [(2.0, 2), (3.0, 3)]
 
 
+def test_a_candidates_number_is_taken(with_candidate: WeightPusher) -> None:
+    for version in (1, 2):
+        with pytest.raises(ValueError, match=f"version: {version} is served already"):
+            with_candidate.write(version, weights(3.0))
+
+
 def roll_first(fleet: Fleet, pusher: WeightPusher) -> None:
     """A push to all at once, for which the proxy holds all."""
     fleet[0].all_may_be_held = True
@@ -522,7 +528,8 @@ def test_the_proxy_itself_is_told_of_one_engine_after_the_other(
         assert {one["version"] for one in said} == {1}
         assert state() == {"version": 2, "held": False, "in_flight": 0, "waiting": 0}
         assert not pusher.restore()
-        pusher.serve(pusher.write(3, weights(3.0)), as_candidate=True)
+        report = pusher.serve(pusher.write(3, weights(3.0)), as_candidate=True)
+        assert report.turns == 1
         assert state()["upstreams"] == {urls[1]: {"version": 3, "held": False}}
         assert state()["canary"] == {"upstream": urls[1], "share": 0.25}
         assert not pusher.restore()

@@ -402,6 +402,7 @@ def test_what_was_written_meanwhile_is_refused(
     assert [Path(path).exists() for path in new.paths] == [True]
     with pytest.raises(SupersededError, match="version 3 is not pushed: version 1 was returned"):
         pusher.serve(new)
+    assert [Path(path).exists() for path in new.paths] == [False]
     assert engine.state.weight == 1.0
     assert pusher.version == 1
     # An engine that is started again gets what was returned to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,6 +245,22 @@ def test_weights_left_served_that_are_damaged_are_left_alone(
     file.write_bytes(file.read_bytes()[:-1])
     assert run.control.fetch_left_served(tmp_path / "left") is None
     assert "is damaged" in caplog.text
+
+
+def test_weights_that_have_no_room_beside_are_read_where_they_are_kept(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0)
+    kept = run.control._kept
+    [file] = kept.path(0).glob("*.safetensors")
+    target = tmp_path / "target"
+    size = file.stat().st_size
+    for free, where in ((size, kept.path(0)), (size + 1, target)):
+        left = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, left=left: left)
+        assert kept.copy_to(0, target).paths == (str(where / file.name),)
+        assert target.exists() == (where == target)
 
 
 def test_damaged_weights_are_not_served(store: Store, tmp_path: Path) -> None:
