@@ -289,6 +289,25 @@ def test_where_one_engine_is_lost_in_a_first_push_the_others_serve_the_model_fol
     assert engine.calls[-2:] == ["/resume", "/api/push/release"]
 
 
+def test_one_of_the_engines_that_was_started_again_gets_what_is_served(
+    engine: SleepingEngine, second: SleepingEngine, both: WeightPusher
+) -> None:
+    both.push(1, weights(1.0))
+    second.start_again()
+    assert both.restore()
+    assert (engine.state.weight, second.state.weight) == (1.0, 1.0)
+    assert not both.restore()
+
+
+def test_an_engine_that_is_gone_before_an_update_is_asked_once(
+    second: SleepingEngine, both: WeightPusher
+) -> None:
+    second.refuse = gone_at(STAGE[0])
+    with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
+        both.push(1, weights(1.0))
+    assert second.calls == [STAGE[0]]
+
+
 def test_an_engine_that_hangs_is_waited_for_once_and_calls_are_held_meanwhile(
     engine: SleepingEngine, second: SleepingEngine, checkpoint: Path, tmp_path: Path
 ) -> None:
