@@ -335,11 +335,12 @@ class VersionControl:
         if kept is None or pusher is None or self._kept.busy:
             return
         self._to_keep = None
-        if pusher.newest.version != kept.version:
+        newest = pusher.newest  # read once: another may be served meanwhile
+        if newest.version != kept.version:
             self._note(kept, "busy")  # the one before was being written all the time
             return
         try:
-            self._kept.keep(kept, pusher.newest)
+            self._kept.keep(kept, newest)
         except OSError as error:
             logger.warning("the weights of version %d are not kept: %s", kept.version, error)
             self._note(kept, "no_room" if error.errno == errno.ENOSPC else "not_read")

@@ -128,6 +128,8 @@ def _placed(
 def test_exchanges_mend_what_longest_first_gets_wrong() -> None:
     # Longest first leaves 3 + 2 + 2 beside 3 + 2; costs are nearly the lengths.
     assert sorted(map(round, loads_of([3, 3, 2, 2, 2], 2))) == [6, 6]
+    # 14 + 13 + 7 beside 19 + 8: 13 goes for 8, and whatever could go next makes it worse again.
+    assert sorted(map(round, loads_of([19, 7, 14, 8, 13], 2))) == [29, 32]
 
 
 @settings(max_examples=200, deadline=None)
@@ -149,6 +151,25 @@ def test_ranks_run_their_costliest_micro_batches_at_the_same_time() -> None:
     assert [[sum(lengths[i] for i in b) for b in bins] for bins in planned] == [[100, 90]] * 2
     # First fit opens with the longest row, which is less than the two that come next.
     assert plan_packing([55, 50, 50], ranks=1, budget=100) == [[[1, 2], [0]]]
+    # Aligned ones too, which are filled in another order.
+    assert plan_packing([4, 5, 5, 3, 5], ranks=2, budget=9) == [[[4], [1]], [[0, 3], [2]]]
+
+
+def test_aligned_micro_batches_are_no_more_than_they_need() -> None:
+    plans = [
+        plan_packing([2, 5, 3, 6, 4, 3], ranks=2, budget=6, aligned=aligned)
+        for aligned in (True, False)
+    ]
+    assert [len(plan[0]) for plan in plans] == [2, 3]
+
+
+def test_rows_of_pairs_are_aligned_with_the_others() -> None:
+    lengths, pairs = [5, 1, 5, 1, 5], [-1, 7, -1, 7, -1]
+    plan = plan_packing(lengths, ranks=2, budget=9, pairs=pairs)
+    costs = [row_cost(n) for n in lengths]
+    assert plan_cost(plan, costs) == pytest.approx(10, rel=0.01)
+    apart = plan_packing(lengths, ranks=2, budget=9, pairs=pairs, aligned=False)
+    assert plan_cost(apart, costs) == pytest.approx(12, rel=0.01)
 
 
 def test_a_pair_beyond_the_budget_is_one_clear_error() -> None:
@@ -355,6 +376,19 @@ def test_rows_are_shared_where_a_step_is_quicker_by_it() -> None:
     assert _sharing(made[:1], budget, exchange=0.7)
     assert not shares_rows([made[:1]], ranks=2, budget=budget, rule=PackingRule())
     assert not shares_rows([[]], ranks=2, budget=budget, rule=PackingRule(group=2))
+
+
+def test_groups_fill_the_budgets_of_all_their_ranks() -> None:
+    made = [
+        row
+        for tokens in (5, 6, 4, 4)
+        for row in rows_of(
+            Rollout("r", 1.0, [turn("t", [1], range(tokens - 1))]), group_id="g", advantages=[1.0]
+        )
+    ]
+    assert [len(row) for row in made] == [5, 6, 4, 4]
+    # Of two groups one has 6 + 4, in one micro-batch.
+    assert shares_rows([made], ranks=4, budget=9, rule=PackingRule(group=2))
 
 
 def _lengths(count: int, tail: str, seed: int) -> list[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import io
+import json
 import logging
 import os
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,18 +31,26 @@ from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.config.vllm import VllmSettings
-from tracegrad_trainer.inference import publish
+from tracegrad_trainer.inference import publish, wake_guard
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     Peer,
     PushError,
+    ServedWeights,
     SleepLevel,
     VllmControl,
 )
 from tracegrad_trainer.inference.engine_sleep import EngineSleep, SleepSettings
 from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.publish import WeightPublisher
-from tracegrad_trainer.inference.wake_guard import ATTEMPTS, PAUSE_S, WakePlan, bring_back
+from tracegrad_trainer.inference.wake_guard import (
+    ATTEMPTS,
+    PAUSE_S,
+    GuardedEngine,
+    WakePlan,
+    bring_back,
+    wake,
+)
 from tracegrad_trainer.inference.weight_directory import PREFIX
 from tracegrad_trainer.inference.weight_push import WeightPusher
 from tracegrad_trainer.launch.folder_lock import lock_for_ranks
@@ -378,6 +389,24 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
             raise AssertionError("it was killed each time")
 
 
+def test_weights_that_the_engine_has_gone_on_with_are_kept(
+    engine: SleepingEngine, checkpoint: Path, tmp_path: Path, level: SleepLevel
+) -> None:
+    pusher = make_pusher(engine.url, checkpoint, tmp_path, level)
+    guard = with_plan(pusher)
+    push(engine, pusher, 1)
+
+    def verify() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        push(engine, pusher, 2, verify)
+    carry_out(engine, guard.plan)
+    assert engine.loaded == [1.0, 2.0]
+    assert (engine.state.version, engine.serves) == (2, True)
+    pusher._files.close()
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_first_push_that_is_killed_opens_no_gate_and_no_number_is_of_other_weights(
     server: SleepingEngine,
@@ -682,6 +711,50 @@ def test_a_guard_tries_until_torchrun_has_killed_the_other_ranks() -> None:
     """Till then their memory is in the engine's way."""
     grace_s = inspect.signature(PContext.close).parameters["timeout"].default
     assert (ATTEMPTS - 1) * PAUSE_S > 1.5 * grace_s > 0
+
+
+def guarded(url: str, proxy: str, folder: Path) -> GuardedEngine:
+    return GuardedEngine(url, (proxy,), None, hold_ttl_s=120, timeout_s=30, state_dir=str(folder))
+
+
+def test_a_guard_tries_again_where_vllm_refuses_and_not_where_it_is_gone(
+    engine: SleepingEngine, tmp_path: Path
+) -> None:
+    plan = WakePlan(ServedWeights(0, ()), load=False, open_gate=True, folder=str(tmp_path))
+    call = "/wake_up weights"
+    engine.refuse = lambda number, path: path == call and engine.calls.count(path) < 3
+    wake(plan, guarded(engine.url, engine.url, tmp_path), pause_s=0)
+    assert engine.calls.count(call) == 3
+    assert engine.serves
+    engine.calls.clear()
+    gone = f"http://127.0.0.1:{find_free_port()}"
+    with pytest.raises(EngineLostError, match=f"vLLM at {gone} does not answer /sleep"):
+        wake(plan, guarded(gone, engine.url, tmp_path), pause_s=0)
+    assert engine.calls == ["/api/push/hold"]
+
+
+def test_a_plan_that_changes_puts_off_no_renewal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = WakePlan(ServedWeights(0, ()), load=False, open_gate=True, folder=str(tmp_path))
+    orders = [(at, json.dumps(asdict(plan)) + "\n") for at in (0, 30, 60, 90)] + [(130, "")]
+    now = 0.0
+    renewed: list[float] = []
+
+    def wait(readers: list[object], _: object, __: object, left_s: float | None) -> list[object]:
+        nonlocal now
+        at = orders[0][0]
+        is_first = left_s is None or at <= now + left_s
+        now = at if is_first else now + (left_s or 0)
+        return [readers if is_first else []]
+
+    monkeypatch.setattr(wake_guard, "select", SimpleNamespace(select=wait))
+    monkeypatch.setattr(wake_guard, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(wake_guard, "renew", lambda proxy: renewed.append(now))
+    lines: Any = SimpleNamespace(readline=lambda: orders.pop(0)[1])
+    url = "http://127.0.0.1:1"
+    assert wake_guard.watch(lines, io.StringIO(), guarded(url, url, tmp_path)) == plan
+    assert renewed == [40, 80, 120]
 
 
 def test_a_guard_waits_where_another_trainer_has_begun(

@@ -66,12 +66,14 @@ def test_an_engine_that_was_started_again_gets_what_is_served(
     assert engine.state.weight == 2.0
 
 
+@pytest.mark.parametrize("known", [1, 2])
 def test_a_proxy_that_was_started_again_gets_its_version_and_opens(
-    engine: SleepingEngine, pusher: WeightPusher
+    engine: SleepingEngine, pusher: WeightPusher, known: int
 ) -> None:
+    """`known`: 1 where it was killed before the push was in the store."""
     pusher.push(1, weights(1.0))
     pusher.push(2, weights(2.0))
-    engine.start_proxy_again(version=1)  # killed before the push was in the store
+    engine.start_proxy_again(version=known)
     assert pusher.restore()
     assert (engine.state.version, engine.serves) == (2, True)
     assert engine.loaded == [1.0, 2.0], "the engine says that it has it"
@@ -132,6 +134,14 @@ def test_one_that_does_not_answer_is_waited_for(
     assert not pusher.restore()
 
 
+def test_a_proxy_that_says_nothing_of_use_is_left_alone(
+    engine: SleepingEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pusher.push(1, weights(1.0))
+    monkeypatch.setattr(engine, "api_push", lambda *_: {})
+    assert not pusher.restore()
+
+
 def test_a_restore_that_failed_half_way_is_made_again_whatever_the_engine_says(
     engine: SleepingEngine, pusher: WeightPusher
 ) -> None:
@@ -144,6 +154,34 @@ def test_a_restore_that_failed_half_way_is_made_again_whatever_the_engine_says(
     engine.state.says = "1"  # of an update that was never finished
     assert pusher.restore()
     assert (engine.state.weight, engine.serves) == (1.0, True)
+
+
+def test_a_push_that_left_no_weights_is_mended_whatever_the_engine_says(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.refuse = lambda number, path: path == "/finish_weight_update"
+    with pytest.raises(EngineLostError):
+        pusher.push(2, weights(2.0))
+    engine.refuse = lambda number, path: False
+    assert engine.state.says == "1"
+    assert pusher.restore()
+    assert (engine.state.weight, engine.serves) == (1.0, True)
+    assert not pusher.restore()
+
+
+def test_a_push_gives_what_a_restore_that_failed_did_not(
+    engine: SleepingEngine, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.start_again()
+    engine.refuse = lambda number, path: path == "/finish_weight_update"
+    with pytest.raises(EngineLostError):
+        pusher.restore()
+    engine.refuse = lambda number, path: False
+    pusher.push(2, weights(2.0))
+    assert not pusher.restore()
+    assert (engine.state.weight, engine.serves) == (2.0, True)
 
 
 def test_the_watch_looks_again_and_says_once_what_fails(

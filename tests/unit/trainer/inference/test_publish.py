@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from pydantic import SecretStr
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tracegrad_trainer.inference import publish, weight_files
+from tracegrad_trainer.inference.canary_push import CanaryAdapter, CanaryEngine
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
 from tracegrad_trainer.inference.live_weights import GatherOrder, LiveWeights
 from tracegrad_trainer.inference.logprob_probe import ProbeMismatchError, ProbeSample
@@ -120,6 +123,40 @@ def test_the_check_of_a_push_has_its_timeout(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(TimeoutError):
         publish._Probing(made, [[1]])()
     assert (asked["timeout"], asked["tokens"]) == (7.0, 4)
+
+
+def test_the_last_engine_serves_candidates_or_the_one_does_by_a_name() -> None:
+    vllm = SimpleNamespace(candidates=False, candidate_name="policy-candidate")
+    promotion = SimpleNamespace(gate="canary", canary_share=0.1)
+    urls = ["http://a", "http://b"]
+    settings: Any = SimpleNamespace(vllm=vllm, promotion=promotion, engine_urls=urls)
+    assert publish._canary(settings) == CanaryEngine("http://b", 0.1)
+    vllm.candidates = True
+    assert publish._canary(settings) == CanaryAdapter("policy-candidate", 0.1)
+    promotion.gate = "held_out"
+    assert publish._canary(settings) is None
+
+
+def test_a_candidate_is_asked_by_its_name_and_as_its_calls_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+
+    def sample(url: str, prompts: object, **options: object) -> None:
+        asked.append([url, *(options[name] for name in ("model", "key", "cache_salt"))])
+        raise TimeoutError
+
+    monkeypatch.setattr(publish, "sample_probes", sample)
+    made = object.__new__(WeightPublisher)
+    vllm = SimpleNamespace(api_key=SecretStr("secret"), served_model_name="policy")
+    url = "http://127.0.0.1:1"
+    made.settings = SimpleNamespace(  # type: ignore[assignment]
+        vllm=vllm, push=SimpleNamespace(probe_tokens=4, timeout_s=7.0), engine_urls=[url]
+    )
+    for places in ((), ("policy-candidate",)):
+        with pytest.raises(TimeoutError):
+            publish._Probing(made, [[1]], "7")(*places)
+    assert asked == [[url, "policy", "secret", "7"], [url, "policy-candidate", "secret", "7"]]
 
 
 def test_each_engine_is_held_against_the_trainer_by_itself(

@@ -293,6 +293,16 @@ def test_an_engine_that_was_started_again_gets_the_weights_while_the_other_serve
     assert not rolling.restore()
 
 
+def test_the_word_of_engines_that_always_say_the_same_means_nothing(
+    fleet: Fleet, rolling: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for engine in fleet:
+        monkeypatch.setattr(engine, "weight_info", lambda *_: {"weight_version": "default"})
+    rolling.push(1, weights(1.0))
+    assert [rolling.restore() for _ in range(3)] == [True, False, False]
+    assert stands(fleet) == [(1.0, 1), (1.0, 1)]
+
+
 def test_a_candidate_is_served_by_one_engine_until_it_is_promoted(
     fleet: Fleet, canary: WeightPusher
 ) -> None:
@@ -310,6 +320,21 @@ def test_a_candidate_is_served_by_one_engine_until_it_is_promoted(
     assert canary.version == canary.newest.version == 2
     canary.serve(canary.write(3, weights(3.0)), as_candidate=True)
     assert stands(fleet) == [(2.0, 2), (3.0, 3)]
+
+
+def test_files_that_are_written_while_a_candidate_is_promoted_are_left_for_the_next_push(
+    fleet: Fleet, with_candidate: WeightPusher
+) -> None:
+    new = with_candidate.write(3, weights(3.0))
+    assert "write" not in with_candidate.promote_candidate(2)
+    assert "write" in with_candidate.serve(new, as_candidate=True).seconds
+    assert stands(fleet) == [(2.0, 2), (3.0, 3)]
+
+
+def test_a_candidates_number_is_taken(with_candidate: WeightPusher) -> None:
+    for version in (1, 2):
+        with pytest.raises(ValueError, match=f"version: {version} is served already"):
+            with_candidate.write(version, weights(3.0))
 
 
 def roll_first(fleet: Fleet, pusher: WeightPusher) -> None:
@@ -362,6 +387,22 @@ def test_each_engine_that_was_started_again_gets_its_own_weights(
     assert not with_candidate.restore()
 
 
+@pytest.mark.parametrize(("which", "ends_with"), [(0, 2), (1, 1)])
+def test_an_engine_that_was_lost_is_asked_again_when_a_candidate_ends(
+    fleet: Fleet, with_candidate: WeightPusher, which: int, ends_with: int
+) -> None:
+    fleet[which].start_again()
+    fleet[which].refuse = lambda number, path: path == LOAD_STAGED
+    with pytest.raises(EngineLostError):
+        with_candidate.restore()
+    fleet[which].refuse = lambda number, path: False
+    if ends_with == 2:
+        with_candidate.promote_candidate(2)
+    else:
+        with_candidate.roll_back(1, fetching({}))
+    assert stands(fleet) == [(float(ends_with), ends_with)] * 2
+
+
 def test_a_proxy_that_was_started_again_is_told_of_both(
     fleet: Fleet, with_candidate: WeightPusher
 ) -> None:
@@ -399,6 +440,19 @@ def test_a_first_candidate_that_fails_leaves_no_canary(fleet: Fleet, canary: Wei
     assert stands(fleet) == [(1.0, 1), (1.0, 1)]
     assert fleet[0].canary is None
     assert not canary.restore()
+
+
+def test_a_base_is_pushed_to_all_engines_unless_it_is_served_already(
+    fleet: Fleet, canary: WeightPusher
+) -> None:
+    roll_first(fleet, canary)
+    fleet[0].all_may_be_held = True
+    canary.serve_base(2, fetching({2: 2.0}))
+    assert stands(fleet) == [(2.0, 2), (2.0, 2)]
+    before = len(fleet[0].calls)
+    canary.serve_base(2, fetching({2: 2.0}))
+    assert len(fleet[0].calls) == before
+    assert canary.version == 2
 
 
 def test_a_canary_that_one_of_the_proxies_refuses_is_ended_at_all(
@@ -474,7 +528,8 @@ def test_the_proxy_itself_is_told_of_one_engine_after_the_other(
         assert {one["version"] for one in said} == {1}
         assert state() == {"version": 2, "held": False, "in_flight": 0, "waiting": 0}
         assert not pusher.restore()
-        pusher.serve(pusher.write(3, weights(3.0)), as_candidate=True)
+        report = pusher.serve(pusher.write(3, weights(3.0)), as_candidate=True)
+        assert report.turns == 1
         assert state()["upstreams"] == {urls[1]: {"version": 3, "held": False}}
         assert state()["canary"] == {"upstream": urls[1], "share": 0.25}
         assert not pusher.restore()

@@ -204,6 +204,26 @@ def test_one_that_can_no_more_be_told_keeps_its_calls_and_the_others_go_on(
     assert second.state == (1, False)
 
 
+def test_one_that_has_the_version_of_a_push_that_failed_is_not_opened(
+    engine: SleepingEngine, second: SecondProxy, pusher: WeightPusher
+) -> None:
+    pusher.push(1, weights(1.0))
+    engine.refuse_once("/api/push/version")
+    told = second.server.calls.count("/api/push/version")
+
+    def look(number: int, path: str) -> bool:
+        return path == "/api/push/version" and second.server.calls.count(path) > told + 1
+
+    second.server.refuse = look
+    with pytest.raises(PushError, match="version 2 is not served, version 1 still is"):
+        pusher.push(2, weights(2.0))
+    assert (engine.state.version, engine.serves) == (1, True)
+    assert second.state == (2, True)
+    second.server.refuse = lambda number, path: False
+    assert pusher.restore()
+    assert second.state == (1, False)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_proxies_that_others_start_again_in_the_middle_of_a_push_cost_no_engine(
     tmp_path: Path, several: bool
@@ -238,7 +258,10 @@ def test_proxies_that_others_start_again_in_the_middle_of_a_push_cost_no_engine(
 
 
 def test_one_that_ends_is_waited_for_and_one_that_has_ended_is_not(
-    second: SecondProxy, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+    engine: SleepingEngine,
+    second: SecondProxy,
+    pusher: WeightPusher,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A proxy that is told to end finishes its calls behind a closed port."""
     slept: list[float] = []
@@ -248,10 +271,39 @@ def test_one_that_ends_is_waited_for_and_one_that_has_ended_is_not(
     pusher.push(1, weights(1.0))
     assert len(slept) == 1
     assert 0 < slept[0] <= ENDS_S
-    gone_at = pusher._swap.proxy._gone_at
-    gone_at.update({url: at - ENDS_S for url, at in gone_at.items()})
+    assert len(engine.sent("/api/push/hold")) == 2, "the hold is renewed behind that"
+    _let_end(pusher)
     pusher.push(2, weights(2.0))
     assert len(slept) == 1
+    second.start()
+    assert pusher.restore()
+    second.end()
+    assert not pusher.restore(), "its end is seen"
+    _let_end(pusher)
+    pusher.push(3, weights(3.0))
+    assert len(slept) == 1
+
+
+def test_one_that_ends_again_is_waited_for_again(
+    second: SecondProxy, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(proxy_control, "ENDS_S", ENDS_S)
+    monkeypatch.setattr(proxy_control.time, "sleep", slept.append)
+    second.end()
+    pusher.push(1, weights(1.0))
+    _let_end(pusher)
+    second.start()
+    assert pusher.restore()
+    second.end()
+    pusher.push(2, weights(2.0))
+    assert len(slept) == 2
+
+
+def _let_end(pusher: WeightPusher) -> None:
+    """As if so much time had passed."""
+    gone_at = pusher._swap.proxy._gone_at
+    gone_at.update({url: at - ENDS_S for url, at in gone_at.items()})
 
 
 @pytest.mark.parametrize(

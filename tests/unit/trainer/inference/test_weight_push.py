@@ -188,6 +188,7 @@ def test_nothing_is_held_for_weights_that_are_not_finite(
     with pytest.raises(PushError, match="w holds values that are not finite"):
         pusher.push(1, weights(float("nan")))
     assert engine.calls == []
+    assert pusher._swap.watch.seconds == {}, "they are of no other push"
 
 
 def test_a_version_is_pushed_once(pusher: WeightPusher) -> None:
@@ -271,6 +272,40 @@ def test_where_one_engine_is_lost_the_others_serve_what_they_did(
     assert engine.loaded == [1.0, 2.0, 1.0]
     assert both.version == 1
     assert engine.calls[-2:] == ["/resume", "/api/push/release"]
+
+
+def test_where_one_engine_is_lost_in_a_first_push_the_others_serve_the_model_folder(
+    engine: SleepingEngine, second: SleepingEngine, checkpoint: Path, tmp_path: Path
+) -> None:
+    urls = [engine.url, second.url]
+    second.refuse = gone_at(LOAD_STAGED)
+    with WeightPusher(
+        urls, engine.url, version=-1, checkpoint=checkpoint, directory=tmp_path
+    ) as pusher:
+        with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
+            pusher.push(1, weights(1.0))
+        assert pusher.version == -1
+    assert serves(engine) == (0.5, 0)
+    assert engine.calls[-2:] == ["/resume", "/api/push/release"]
+
+
+def test_one_of_the_engines_that_was_started_again_gets_what_is_served(
+    engine: SleepingEngine, second: SleepingEngine, both: WeightPusher
+) -> None:
+    both.push(1, weights(1.0))
+    second.start_again()
+    assert both.restore()
+    assert (engine.state.weight, second.state.weight) == (1.0, 1.0)
+    assert not both.restore()
+
+
+def test_an_engine_that_is_gone_before_an_update_is_asked_once(
+    second: SleepingEngine, both: WeightPusher
+) -> None:
+    second.refuse = gone_at(STAGE[0])
+    with pytest.raises(EngineLostError, match=f"engine {second.url}: .*does not answer"):
+        both.push(1, weights(1.0))
+    assert second.calls == [STAGE[0]]
 
 
 def test_an_engine_that_hangs_is_waited_for_once_and_calls_are_held_meanwhile(
@@ -386,6 +421,7 @@ def test_what_was_written_meanwhile_is_refused(
     assert [Path(path).exists() for path in new.paths] == [True]
     with pytest.raises(SupersededError, match="version 3 is not pushed: version 1 was returned"):
         pusher.serve(new)
+    assert [Path(path).exists() for path in new.paths] == [False]
     assert engine.state.weight == 1.0
     assert pusher.version == 1
     # An engine that is started again gets what was returned to.
@@ -418,3 +454,4 @@ def test_a_rollback_that_the_engine_refuses_changes_nothing(
     assert engine.state.weight == 2.0
     pusher.push(3, weights(3.0))
     assert engine.state.weight == 3.0
+    assert [body["drain_s"] for body in engine.sent("/api/push/hold")] == [2.0, 2.0, 0.0, 2.0]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file
 
 from support.trainer.kept_versions import CountingPusher, ServedRun
 from tracegrad.store import Decision, Store
+from tracegrad_trainer.promotion.kept_weights import KeptWeights
 from tracegrad_trainer.promotion.version_control import TrainingRolledBack
 
 
@@ -159,6 +162,39 @@ def test_a_version_without_a_checkpoint_is_not_kept(store: Store, tmp_path: Path
     assert store.version_history().records[2].not_kept == "no_checkpoint"
 
 
+def test_a_version_that_is_replaced_before_its_turn_is_not_kept(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0, 1)
+    with monkeypatch.context() as copying:
+        copying.setattr(KeptWeights, "busy", True)
+        run.serve(2)
+        run.decide("rollback", 1)
+    run.control.look()
+    run.control._kept.wait()
+    assert run.kept() == [0, 1]
+    assert store.version_history().records[2].not_kept == "busy"
+
+
+def test_a_version_that_is_replaced_while_it_is_looked_at_is_kept_as_it_was(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0)
+    with monkeypatch.context() as copying:
+        copying.setattr(KeptWeights, "busy", True)
+        run.serve(1)
+    looked_at = run.pusher.newest
+    run.pusher.push(2, 2.0)
+    served = iter([looked_at, run.pusher.newest])
+    monkeypatch.setattr(CountingPusher, "newest", property(lambda _: next(served)), raising=False)
+    run.control.look()
+    run.control._kept.wait()
+    [file] = run.control._kept.path(1).glob("*.safetensors")
+    assert float(load_file(file)["w"]) == 1.0
+
+
 def test_a_run_that_begins_finds_what_the_one_before_left_served(
     store: Store, tmp_path: Path
 ) -> None:
@@ -209,6 +245,22 @@ def test_weights_left_served_that_are_damaged_are_left_alone(
     file.write_bytes(file.read_bytes()[:-1])
     assert run.control.fetch_left_served(tmp_path / "left") is None
     assert "is damaged" in caplog.text
+
+
+def test_weights_that_have_no_room_beside_are_read_where_they_are_kept(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ServedRun(store, tmp_path)
+    run.serve(0)
+    kept = run.control._kept
+    [file] = kept.path(0).glob("*.safetensors")
+    target = tmp_path / "target"
+    size = file.stat().st_size
+    for free, where in ((size, kept.path(0)), (size + 1, target)):
+        left = SimpleNamespace(free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, left=left: left)
+        assert kept.copy_to(0, target).paths == (str(where / file.name),)
+        assert target.exists() == (where == target)
 
 
 def test_damaged_weights_are_not_served(store: Store, tmp_path: Path) -> None:
@@ -306,9 +358,11 @@ def test_a_start_forgets_what_was_never_committed(store: Store, tmp_path: Path) 
     run = ServedRun(store, tmp_path)
     run.serve(0, 1, 2)
     run.no_checkpoint = {2}
+    kept = run.control._kept
+    shutil.copytree(kept.path(0), kept.path(9))  # it was killed before that was noted
     run.begin_again()
     assert run.kept() == [0, 1]
-    assert run.control._kept.versions() == [0, 1]
+    assert kept.versions() == [0, 1]
 
 
 def test_what_is_decided_about_stays_until_it_is_acted_on(store: Store, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from support.trainer.kept_versions import ServedRun
 from tracegrad.events import Event, Reward, Turn
 from tracegrad.store import Decision, Ledger, Store
 from tracegrad.store.types import Group
-from tracegrad_trainer.guards import GuardSettings
+from tracegrad_trainer.guards import Alarm, GuardSettings
+from tracegrad_trainer.rl import unrewarded_rollouts
 from tracegrad_trainer.rl.drift_watch import DriftWatch
 from tracegrad_trainer.rl.unrewarded_rollouts import MOST_AT_ONCE, UnrewardedRollouts
 
@@ -120,6 +121,19 @@ def test_a_rollback_with_nowhere_to_go_is_refused_and_training_stays_paused(
     [refused] = store.version_history().refused
     assert "version: 1 is not kept on disk (beyond_keep); kept are: 3" in str(refused.refused)
     assert store.training_pause() is not None
+
+
+def test_of_several_drifts_the_version_before_the_first_is_served_again(
+    store: Store, tmp_path: Path
+) -> None:
+    ServedRun(store, tmp_path).serve(0, 1, 2, 3)
+    watch = DriftWatch(ROLLBACK, store)
+    watch._act(
+        [Alarm("questions", "more", 3), Alarm("length", "less"), Alarm("refusals", "more", 1)]
+    )
+    pause, rollback = store.decisions()
+    assert (rollback.kind, rollback.version) == ("rollback", 1)
+    assert rollback.by == pause.by == "guard:questions,length,refusals"
 
 
 def test_versions_that_may_be_asked_for_are_named(store: Store) -> None:
@@ -263,6 +277,23 @@ def test_each_is_looked_at_once_and_attempts_at_a_task_together(store: Store) ->
     assert watch.state()["detectors"] == before
 
 
+def test_one_that_is_opened_again_is_not_looked_at_again(store: Store) -> None:
+    looked = unrewarded(store)
+    for name, found in (("first", 1), ("second", 0)):
+        store.append([make_turn(name, "r", created_at=time.time() - 1)])
+        assert len(Ledger(store).close_idle(0.5, tags={})) == 1
+        assert len(looked.take()) == found
+
+
+def test_the_last_ones_are_remembered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrewarded_rollouts, "MOST_REMEMBERED", 2)
+    looked = unrewarded(store)
+    for number in range(3):
+        store.append(rollouts(ASKS, first=number, groups=1, version=0, size=1, rewarded=False))
+        assert len(looked.take()) == 1
+    assert [looked.was_given(f"{number}-0") for number in range(3)] == [False, True, True]
+
+
 def test_attempts_that_end_one_after_the_other_are_one_value(store: Store) -> None:
     """Of a version: a new one may do something else."""
     watch = DriftWatch(GuardSettings(baseline=16), store, unrewarded(store))
@@ -305,8 +336,18 @@ def test_steps_own_figures(store: Store, caplog: pytest.LogCaptureFixture) -> No
     assert [decision.by for decision in store.decisions()] == ["guard:entropy"]
 
 
-@pytest.mark.parametrize("rolled_back", [False, True])
-def test_what_somebody_let_go_on_is_usual_after_a_restart(store: Store, rolled_back: bool) -> None:
+@pytest.mark.parametrize(
+    ("decided", "refused", "is_usual"),
+    [
+        (["resume"], None, True),
+        (["rollback", "resume"], None, False),
+        (["resume", "rollback"], None, False),
+        (["rollback", "resume"], "version: 0 is not kept", True),
+    ],
+)
+def test_what_somebody_let_go_on_is_usual_after_a_restart(
+    store: Store, decided: list[Any], refused: str | None, is_usual: bool
+) -> None:
     """Unless they went back: what is usual is then what it was."""
     settings = GuardSettings(baseline=16, action="pause")
     watch = DriftWatch(settings, store)
@@ -314,13 +355,16 @@ def test_what_somebody_let_go_on_is_usual_after_a_restart(store: Store, rolled_b
     kept = watch.state()
     assert watch.stops(groups_of(store, ASKS, first=20, groups=20, version=2))
     made: dict[str, Any] = {"by": "ann@host", "reason": "they may ask"}
-    if rolled_back:
-        store.decide(Decision(kind="rollback", version=0, training="pause", **made))
-    store.decide(Decision(kind="resume", **made))
+    for kind in decided:
+        if kind == "rollback":
+            seq = store.decide(Decision(kind=kind, version=0, training="pause", **made))
+            store.close_decision(seq, {} if refused is None else {"refused": refused})
+        else:
+            store.decide(Decision(kind=kind, **made))
     again = DriftWatch(settings, store)
     again.restore(kept)
     asking = groups_of(store, ASKS, first=40, groups=20, version=2)
-    assert again.stops(asking) is rolled_back
+    assert again.stops(asking) is not is_usual
 
 
 def test_what_was_seen_is_kept_with_a_checkpoint(store: Store) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +31,7 @@ from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps, checkpoint_is_due
 from tracegrad_trainer.rl.train_loop import TrainLoop
+from tracegrad_trainer.utils.distributed import StopAllRanks
 
 LONG = 1e9
 NOBODY: Any = None
@@ -134,8 +135,11 @@ def test_seconds_are_those_since_the_last_checkpoint_and_since_the_last_step(
 def test_steps_are_committed_with_the_checkpoint_that_has_them(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, every_steps=2)
     with training(settings, 3) as loop, Store.open(settings.proxy.store) as store:
+        assert loop.pending.has_checkpoint(2), "it gets one now"
         loop.commit_saved()
         assert [one.step for one in Ledger(store).steps()] == [1, 2]
+        has_one = [loop.pending.has_checkpoint(step) for step in range(4)]
+        assert has_one == [True, False, True, False]
         assert store.turn_counts().trained == 24, "those of the third are not consumed yet"
         state = read_state(settings.state_dir, "ranks")
         assert state is not None
@@ -291,6 +295,22 @@ def test_all_of_them_are_given_up_where_the_ledger_refuses_one(tmp_path: Path) -
             loop.commit_pending()
         assert Ledger(store).steps() == []
         assert store.turn_counts().trained == 0
+    assert saved(settings) == []
+
+
+def test_steps_that_a_rollback_forestalls_are_given_back(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, every_steps=9)
+
+    def rolled_back() -> AbstractContextManager[None]:
+        raise StopAllRanks("version 0 is served again")
+
+    with training(settings, 2) as loop:
+        loop.leading.committing = rolled_back
+        with pytest.raises(StopAllRanks, match="version 0 is served again"):
+            loop.commit_pending()
+    with Store.open(settings.proxy.store) as store:
+        assert Ledger(store).steps() == []
+        assert Ledger(store).ready() == 20
     assert saved(settings) == []
 
 

@@ -19,7 +19,7 @@ from tracegrad.store.ledger.intake import Intake
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_state import read_state
 from tracegrad_trainer.rl.coordinator import Coordinator, LeasedBatch, RolloutSupply
-from tracegrad_trainer.rl.selection_watch import FIRST_WAIT_S
+from tracegrad_trainer.rl.selection_watch import FIRST_WAIT_S, LONGEST_WAIT_S
 from tracegrad_trainer.rl.train_loop import TrainLoop
 
 Make = Callable[..., Coordinator]
@@ -121,6 +121,18 @@ def test_what_was_given_back_is_looked_at_again_later_and_then_less_often(make: 
     clock.now = 3 * FIRST_WAIT_S
     assert coordinator.next_batch(0) is None
     assert leases(coordinator, "a.0") == 3, "twice as long after the second look"
+
+
+def test_the_longest_wait_is_reached_and_kept(make: Make) -> None:
+    coordinator = make(WRITTER)
+    clock = coordinator.selection._clock = Clock()
+    coordinator.store.append(group("a", "writer"))
+    waits = []
+    for _ in range(9):
+        assert coordinator.next_batch(0) is None
+        waits.append(coordinator.selection._again_at - clock.now)
+        clock.now = coordinator.selection._again_at
+    assert waits == [FIRST_WAIT_S * 2**n for n in range(7)] + [LONGEST_WAIT_S] * 2
 
 
 @pytest.mark.parametrize(
