@@ -44,6 +44,8 @@ _READ_BYTES = 1 << 20
 # While the writing thread computes, the one that reads what is next waits so long at most.
 _SWITCH_S = 0.0005
 _CONTROL_BYTES = 16
+# For the answers to who has said all: it waits less, and then writes by itself.
+_LAST_ANSWERS_S = 10.0
 PROCESS_NAME = "store-writer"  # as ps shows it; Linux knows 15 characters
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # Linux's prctl.h
 _UNBOUNDED = sys.maxsize  # its proxy counts what waits, here too
@@ -56,7 +58,7 @@ def run(connection: socket.socket) -> None:
     connection.setblocking(True)
     with connection, _stream(connection) as stream:
         frame = read_frame(stream)
-        if frame is None:
+        if frame is None or frame.kind != Kind.OPEN:  # it was never needed
             return
         opening: Opening = frame.value()
         with _writing(opening) as writer:
@@ -67,6 +69,9 @@ def run_shared(control: socket.socket, opening: Opening) -> None:
     """For all workers of a proxy. Their connections come by `control`; it ends when that is closed,
     and each of them."""
     _begin()
+    # Where it is stopped when the supervisor ends, it must see that all is closed: it may hold the
+    # store's lock.
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     control.setblocking(True)
     with control, _writing(opening) as writer:
         unacknowledged = _Unacknowledged(writer)
@@ -94,14 +99,16 @@ def _next_connection(control: socket.socket) -> socket.socket | None:
 
 
 def _serve_worker(connection: socket.socket, serving: _Serving) -> None:
-    try:
-        connection.setblocking(True)
-        with connection, _stream(connection) as stream:
-            serving.run(stream)
-    except BaseException:
-        # Its worker would wait for answers for ever; the next process is given all that it asked.
-        log.critical("the store's writer ends", exc_info=True)
-        os._exit(1)
+    with connection:
+        try:
+            connection.setblocking(True)
+            with _stream(connection) as stream:
+                serving.run(stream)
+        except BaseException:
+            # Its worker would wait for answers for ever; the next process is given all that it
+            # asked. Before the connection is closed: that says that nothing more is written.
+            log.critical("the store's writer ends", exc_info=True)
+            os._exit(1)
 
 
 def _begin() -> None:
@@ -185,15 +192,26 @@ class _Serving:
         self._writer = writer
         self._unacknowledged = unacknowledged
         self._open: dict[int, Submission | None] = {}  # by the proxy's numbers; None: turns to mark
+        self._settled = threading.Condition()  # of the answers to these
         self._sending = threading.Lock()
-        self._settling = threading.Condition()
+        self._unsent: list[bytes] = []
+        self._is_behind = False  # the other side does not read: a thread sends what is unsent
+        self._is_over = False  # whatever is settled now, is so because nobody waits for it
 
     def run(self, stream: Readable) -> None:
-        """Until the other side has said all, and was answered."""
+        """Until the other side has said all, and was answered; or has ended, and nobody who waited
+        for it saw a turn's end."""
+        bye = False
         while (frame := read_frame(stream)) is not None:
+            bye = frame.kind == Kind.BYE
             self.receive(frame)
-        with self._settling:
-            self._settling.wait_for(lambda: not self._open)
+        if not bye:
+            self._is_over = True
+            for submission in filter(None, list(self._open.values())):
+                submission.withdraw("its worker has ended")
+                submission.abandon()
+        with self._settled:
+            self._settled.wait_for(lambda: not (self._open or self._is_behind), _LAST_ANSWERS_S)
 
     def receive(self, frame: WireFrame) -> None:
         match frame.kind:
@@ -208,7 +226,7 @@ class _Serving:
             case Kind.DOUBT:
                 self._open[frame.number] = None
                 marked = self._writer.doubt(frame.value())
-                marked.add_done_callback(partial(self._settled, frame.number))
+                marked.add_done_callback(partial(self._settle, frame.number))
             case Kind.PING:
                 self._answer(encode(Kind.PONG, frame.number))
 
@@ -221,24 +239,54 @@ class _Serving:
             self._answer(encode(Kind.FAILED, frame.number, _pickled_error(error)))
             return
         self._open[frame.number] = submission
-        submission.add_done_callback(partial(self._settled, frame.number))
+        submission.add_done_callback(partial(self._settle, frame.number))
 
-    def _settled(self, number: int, done: Future[None]) -> None:
+    def _settle(self, number: int, done: Future[None]) -> None:
         error = done.exception()
         if error is None:
             self._answer(encode(Kind.DONE, number))
         else:
             self._answer(encode(Kind.FAILED, number, _pickled_error(error)))
-        with self._settling:
+        with self._settled:
             del self._open[number]
-            self._settling.notify_all()
+            self._settled.notify_all()
 
     def _answer(self, answer: bytes) -> None:
-        """With what is to be said besides."""
+        """With what is to be said besides. Never waits: others have the writing thread too."""
+        if self._is_over:
+            return
         if more := self._unacknowledged.unsaid():
             answer = encode(Kind.UNACKNOWLEDGED, more) + answer
-        with self._sending, suppress(OSError):  # of a proxy that has hung up
-            self._connection.sendall(answer)
+        with self._sending:
+            if not self._is_behind:
+                answer = answer[self._send_now(answer) :]
+                if not answer:
+                    return
+                self._is_behind = True
+                threading.Thread(target=self._catch_up, daemon=True).start()
+            self._unsent.append(answer)
+
+    def _send_now(self, answer: bytes) -> int:
+        """How many bytes of it are sent."""
+        try:
+            return self._connection.send(answer, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:  # of a proxy that has hung up
+            return len(answer)
+
+    def _catch_up(self) -> None:
+        while True:
+            with self._sending:
+                if not self._unsent:
+                    self._is_behind = False
+                    break
+                answers = b"".join(self._unsent)
+                self._unsent.clear()
+            with suppress(OSError):
+                self._connection.sendall(answers)
+        with self._settled:
+            self._settled.notify_all()
 
 
 def _pickled_error(error: BaseException) -> bytes:

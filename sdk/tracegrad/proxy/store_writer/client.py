@@ -47,7 +47,6 @@ log = logging.getLogger("tracegrad.proxy")
 # answers to looks do not wait for it.
 LOOK_EVERY_S = 5.0
 MISSED_LOOKS = 6
-MISSED_AT_START = 24  # a busy machine takes its time for an interpreter
 # Before the process is reached again where this one has no file left for it.
 _REACH_AGAIN_S = 0.2
 # A submission that so many processes ended by, one after the other, is refused.
@@ -59,7 +58,14 @@ _READ_BYTES = 1 << 16
 
 
 class WriterLink(Protocol):
-    """How a proxy, or a worker of one, reaches the process that writes for it."""
+    """How a proxy, or a worker of one, reaches the process that writes for it.
+
+    `wants_opening`: a process does not know its `Opening` yet. `missed_at_start`: looks that it may
+    miss before it has answered anything, where they are more than MISSED_LOOKS.
+    """
+
+    wants_opening: bool
+    missed_at_start: int
 
     @property
     def pid(self) -> int: ...
@@ -69,13 +75,13 @@ class WriterLink(Protocol):
         """None: no process is there yet."""
 
     async def gone(self) -> None:
-        """To be called when the connection was lost. On return the process is no more: what it was
-        about to commit is stored, or is not; but for a commit that a database server has received
-        and not carried out yet, of which nobody hears."""
+        """To be called when the connection was lost. On return the process does nothing more of
+        what it was sent: what it was about to commit is stored, or is not; but for a commit that a
+        database server has received and not carried out yet, of which nobody hears."""
 
     async def renew(self, *, answered: bool) -> None:
-        """Until there is a process to connect to. `answered`: whether the one before, if any,
-        answered anything."""
+        """Until there is a process to connect to. `answered`: whether anything was heard by the
+        connection before, if any."""
 
     def kill(self) -> None: ...
 
@@ -87,7 +93,7 @@ class WriterLink(Protocol):
 class _Sent(Submission):
     """`data`: its events, pickled; as objects they are the process' alone. `given_up`: why its
     caller waits no more; `abandoned`: whatever is answered. `tries`: processes that had it, and may
-    have stored it."""
+    have stored it; `sent_to`: the latest."""
 
     def __init__(self, number: int, turn_ids: list[str], data: bytes, writer: StoreWriter) -> None:
         super().__init__(size=len(data))
@@ -95,7 +101,7 @@ class _Sent(Submission):
         self.data = data
         self.given_up: str | None = None
         self.abandoned = False
-        self.tries = 0
+        self.tries, self.sent_to = 0, 0
         self._turn_ids = turn_ids
         self._sender = writer
 
@@ -236,7 +242,8 @@ class StoreWriter:
         self._transport = transport
         self._reader = FrameReader()
         self._unanswered, self._heard = 0, False
-        transport.write(encode(Kind.OPEN, payload=pickled(self._opening)))
+        if self._link.wants_opening:
+            transport.write(encode(Kind.OPEN, payload=pickled(self._opening)))
         if self._doubtful:
             self._ask_to_mark(frozenset(self._doubtful))
         for submission in self._outstanding.values():
@@ -250,7 +257,9 @@ class StoreWriter:
 
     def _send(self, submission: _Sent) -> None:
         assert self._transport is not None, "connected"
-        submission.tries += 1
+        if submission.sent_to != self._link.pid:
+            submission.sent_to = self._link.pid
+            submission.tries += 1
         first = head(Kind.SUBMIT, submission.number, submission.data)
         self._transport.writelines((first, submission.data))
 
@@ -307,7 +316,8 @@ class StoreWriter:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._transport is None:
                 continue
-            if self._unanswered >= (MISSED_LOOKS if self._heard else MISSED_AT_START):
+            at_start = 0 if self._heard else self._link.missed_at_start
+            if self._unanswered >= max(MISSED_LOOKS, at_start):
                 log.error("the store's writer (process %d) does nothing", self._link.pid)
                 self._link.kill()
                 continue
@@ -331,6 +341,8 @@ class StoreWriter:
 
     def _hear_the_rest(self, connection: socket.socket, deadline: float) -> None:
         """The answers to all that the process was sent: then it hangs up."""
+        connection.settimeout(_END_S)
+        connection.sendall(encode(Kind.BYE))
         connection.shutdown(socket.SHUT_WR)
         while (left_s := deadline - time.monotonic()) > 0:
             connection.settimeout(left_s)

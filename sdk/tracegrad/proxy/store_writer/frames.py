@@ -20,7 +20,7 @@ HEAD_BYTES = _HEAD.size
 
 
 class Kind(IntEnum):
-    """The first six are the proxy's; a number is that of a submission, or of a question."""
+    """The first seven are the proxy's; a number is that of a submission, or of a question."""
 
     OPEN = 1  # an `Opening`
     SUBMIT = 2  # events
@@ -28,10 +28,11 @@ class Kind(IntEnum):
     ABANDON = 4
     DOUBT = 5  # ids of turns
     PING = 6
-    DONE = 7  # a submission is on the disk, or turns are marked
-    FAILED = 8  # with this exception
-    PONG = 9
-    UNACKNOWLEDGED = 10  # so many turns more (`WriterLoad`); the number says how many
+    BYE = 7  # that was all; without it, whoever waited for answers is gone
+    DONE = 8  # a submission is on the disk, or turns are marked
+    FAILED = 9  # with this exception
+    PONG = 10
+    UNACKNOWLEDGED = 11  # so many turns more (`WriterLoad`); the number says how many
 
 
 @dataclass(frozen=True, slots=True)

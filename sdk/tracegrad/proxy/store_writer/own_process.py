@@ -22,6 +22,9 @@ Start = Callable[[], WriterProcess]
 class OwnProcess:
     """A `WriterLink`."""
 
+    wants_opening = True
+    missed_at_start = 24  # a busy machine takes its time for an interpreter
+
     def __init__(self, process: WriterProcess, start: Start = WriterProcess.start) -> None:
         """`start` gives the next process where one ends."""
         self.process = process

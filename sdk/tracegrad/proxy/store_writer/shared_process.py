@@ -1,8 +1,7 @@
 """A worker's link to the process that writes for all workers of its proxy.
 
-Their supervisor starts it, and starts it again. It gives each worker its connection on a *line*, a
-pair of sockets for that alone: a message is the process' number, with the connection in it. A
-worker that had no file left for it asks again there.
+Their supervisor starts it, and starts it again. A worker asks it for a connection by its *line*, a
+pair of sockets for that alone; the answer is the process' number, with the connection in it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,21 @@ from contextlib import suppress
 
 log = logging.getLogger("tracegrad.proxy")
 
-ASK_AGAIN = b"again"
+ASK = b"connect"
 _LONGEST = 64  # bytes of a message
 _READ_BYTES = 1 << 16
 _ASK_AGAIN_S = 0.2
+# For what a process has still to do with a connection that was lost, as our own has for its end.
+_LAST_WORDS_S = 1.0
 # For the end of a process that was killed.
 _KILLED_S = 5.0
 
 
 class SharedProcess:
     """A `WriterLink`. `line`: the worker's end."""
+
+    wants_opening = False
+    missed_at_start = 0  # it is a fork
 
     def __init__(self, line: socket.socket) -> None:
         line.setblocking(False)
@@ -35,38 +39,31 @@ class SharedProcess:
         self.connection: socket.socket | None = None
 
     async def gone(self) -> None:
-        # Nobody else has the other end: a process that has closed it has no file any more.
-        self._close()
+        await asyncio.to_thread(self._end, _LAST_WORDS_S)
 
     async def renew(self, *, answered: bool) -> None:
-        while self.connection is None:
-            try:
-                self._receive()
-            except BlockingIOError:
-                await self._readable()
-            except EOFError:  # the supervisor has ended: there will be no other process
-                await asyncio.get_running_loop().create_future()
-            except OSError as error:
-                log.error("the store's writer cannot be reached: %s", error)
-                await asyncio.sleep(_ASK_AGAIN_S)
-                with suppress(OSError):
-                    self._line.send(ASK_AGAIN)
+        if not answered:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        while not await self._is_connected():
+            log.error("the store's writer cannot be reached: this worker has no file left for it")
+            await asyncio.sleep(_ASK_AGAIN_S)
 
-    def _receive(self) -> None:
-        """The latest that was sent; those before have ended."""
+    async def _is_connected(self) -> bool:
+        with suppress(OSError):  # of a supervisor that has ended
+            self._line.send(ASK)
         while True:
+            await self._readable()
             try:
                 data, files, _, _ = socket.recv_fds(self._line, _LONGEST, 1)
             except BlockingIOError:
-                if self.connection is None:
-                    raise
-                return
-            if not data:
-                raise EOFError
-            if not files:
-                raise OSError("this worker has no file left for it")
-            self._close()
-            self.pid, self.connection = int(data), socket.socket(fileno=files[0])
+                continue
+            except OSError:
+                data, files = b"", []
+            if files:
+                self.pid, self.connection = int(data), socket.socket(fileno=files[0])
+            elif not data:  # there will be no other process, and the worker is about to end
+                await asyncio.get_running_loop().create_future()
+            return bool(files)
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
@@ -77,26 +74,31 @@ class SharedProcess:
         finally:
             loop.remove_reader(self._line.fileno())
 
-    def _close(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-
     def kill(self) -> None:
-        """While it has not hung up its number is no other's."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+        if not self._hangs_up(0):  # its number may be another's by now
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def finish(self, limit_s: float) -> None:
-        """A process that has not hung up by then would write, at some time, what nobody knows of:
-        it is killed, as one of our own would be, and others get the next."""
-        if self.connection is not None and not self._hangs_up(limit_s):
-            self.kill()
-            self._hangs_up(_KILLED_S)
-        self._close()
+        self._end(limit_s)
         self._line.close()
 
+    def _end(self, limit_s: float) -> None:
+        """Of what it was sent by this connection. A process that has not hung up by then would
+        write, at some time, what nobody knows of: it is killed, as one of our own would be, and
+        others get the next."""
+        if self.connection is None:
+            return
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+        if not self._hangs_up(limit_s):
+            self.kill()
+            self._hangs_up(_KILLED_S)
+        self.connection.close()
+        self.connection = None
+
     def _hangs_up(self, limit_s: float) -> bool:
+        """What it answers meanwhile is lost, and written again."""
         assert self.connection is not None, "connected"
         deadline = time.monotonic() + limit_s
         try:

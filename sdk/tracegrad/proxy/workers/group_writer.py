@@ -18,6 +18,8 @@ log = logging.getLogger("tracegrad.proxy")
 # At the end of the proxy, when all workers have ended: whatever they sent is answered by then.
 _END_S = 5.0
 _LONGEST = 64  # bytes of what a worker says on its line
+# Before it is started again: calls of all workers wait, and are refused after half a minute.
+LONGEST_PAUSE_S = 5.0
 
 
 class GroupWriter:
@@ -31,7 +33,8 @@ class GroupWriter:
         self._started_at = self._start_at = 0.0
         self._failures = 0
         self._lines: dict[int, socket.socket] = {}  # by worker
-        self._owed: set[int] = set()  # workers without a connection
+        self._asking: set[int] = set()  # workers that want a connection
+        self._said_full = False
 
     @property
     def start_at(self) -> float | None:
@@ -39,8 +42,9 @@ class GroupWriter:
         return self._start_at if self._process is None else None
 
     @property
-    def owes(self) -> bool:
-        return self._process is not None and bool(self._owed)
+    def is_asked(self) -> bool:
+        """Though it has a process: that cannot be connected yet."""
+        return self._process is not None and bool(self._asking)
 
     def line(self, number: int) -> socket.socket:
         """The end of a worker that is about to be started. Raises OSError."""
@@ -49,7 +53,6 @@ class GroupWriter:
         self._cut(number)
         self._lines[number] = ours
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, number))
-        self._owed.add(number)
         return theirs
 
     def close_lines(self) -> None:
@@ -60,7 +63,7 @@ class GroupWriter:
             self._process.connection.close()
 
     def advance(self) -> None:
-        """Start what is to be started, and connect whoever waits for it."""
+        """Start what is to be started, and connect who asked for it."""
         if self._process is None and self._start_at <= time.monotonic():
             try:
                 self._process = WriterProcess.fork_shared(self._opening)
@@ -68,18 +71,21 @@ class GroupWriter:
                 self._start_later(f"the store's writer has no process ({error})")
                 return
             self._started_at = time.monotonic()
-            self._owed = set(self._lines)
         if self._process is not None:
-            for number in sorted(self._owed):
+            for number in sorted(self._asking):
                 if self._connect(self._process, self._lines[number]):
-                    self._owed.discard(number)
+                    self._asking.discard(number)
 
     def _connect(self, process: WriterProcess, line: socket.socket) -> bool:
         """False: later."""
         try:
             ours, theirs = socket_pair()
-        except OSError:
+        except OSError as error:
+            if not self._said_full:
+                self._said_full = True
+                log.error("workers wait for the store's writer: %s", error)
             return False
+        self._said_full = False
         with ours, theirs:
             try:
                 socket.send_fds(process.connection, [b"worker"], [theirs.fileno()])
@@ -91,7 +97,7 @@ class GroupWriter:
     def _hear(self, number: int) -> None:
         try:
             if self._lines[number].recv(_LONGEST):
-                self._owed.add(number)
+                self._asking.add(number)
                 return
         except BlockingIOError:
             return
@@ -103,7 +109,7 @@ class GroupWriter:
         if (line := self._lines.pop(number, None)) is not None:
             self._selector.unregister(line)
             line.close()
-        self._owed.discard(number)
+        self._asking.discard(number)
 
     def reaped(self, pid: int, code: int) -> None:
         """Of any process: it may be ours."""
@@ -119,7 +125,7 @@ class GroupWriter:
 
     def _start_later(self, said: str) -> None:
         self._failures += 1
-        pause_s = pause_before_start(self._failures)
+        pause_s = min(pause_before_start(self._failures), LONGEST_PAUSE_S)
         self._start_at = time.monotonic() + pause_s
         log.error("%s; it is started again%s", said, f" in {pause_s:g} s" if pause_s else "")
 

@@ -416,7 +416,7 @@ class Supervisor:
         blocked = any(
             worker.channel is not None and worker.channel.is_blocked for worker in self._workers
         )
-        if self._writer is not None and self._writer.owes:
+        if self._writer is not None and self._writer.is_asked:
             times.append(_PLACE_AGAIN_S)
         if blocked or self._unplaced:
             for worker in self._workers:

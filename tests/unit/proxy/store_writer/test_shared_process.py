@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tracegrad.proxy.store_writer import shared_process
-from tracegrad.proxy.store_writer.shared_process import ASK_AGAIN, SharedProcess
+from tracegrad.proxy.store_writer.shared_process import ASK, SharedProcess
 
 Line = tuple[SharedProcess, socket.socket]
 
@@ -41,22 +41,23 @@ def is_connected(process: SharedProcess, other: socket.socket) -> bool:
     return process.connection.recv(1) == b"x"
 
 
-async def test_it_waits_for_a_process_and_takes_the_latest(line: Line) -> None:
+async def asked(supervisor: socket.socket) -> bool:
+    return await asyncio.to_thread(supervisor.recv, 64) == ASK
+
+
+async def test_it_asks_for_a_process_and_waits_for_it(line: Line) -> None:
     process, supervisor = line
-    renewed = asyncio.ensure_future(process.renew(answered=True))
-    await asyncio.sleep(0.05)
-    assert not renewed.done()
-    with give(supervisor, 7) as other:
-        await asyncio.wait_for(renewed, 30)
-        assert process.pid == 7
-        assert is_connected(process, other)
-        await process.gone()
+    for pid in (7, 8):
+        renewed = asyncio.ensure_future(process.renew(answered=True))
+        assert await asked(supervisor)
+        await asyncio.sleep(0.05)
+        assert not renewed.done()
+        with give(supervisor, pid) as other:
+            await asyncio.wait_for(renewed, 30)
+            assert process.pid == pid
+            assert is_connected(process, other)
+        await asyncio.wait_for(process.gone(), 30)
         assert process.connection is None
-    with give(supervisor, 8) as ended, give(supervisor, 9) as other:
-        await asyncio.wait_for(process.renew(answered=True), 30)
-        assert process.pid == 9
-        assert is_connected(process, other)
-        assert ended.recv(1) == b"", "nobody keeps the one before open"
 
 
 async def test_it_asks_again_where_it_had_no_file_left(
@@ -64,10 +65,11 @@ async def test_it_asks_again_where_it_had_no_file_left(
 ) -> None:
     monkeypatch.setattr(shared_process, "_ASK_AGAIN_S", 0.01)
     process, supervisor = line
-    supervisor.send(b"7")  # as the system delivers a message whose file it could not
     with caplog.at_level(logging.ERROR):
-        renewed = asyncio.ensure_future(process.renew(answered=True))
-        assert await asyncio.to_thread(supervisor.recv, 64) == ASK_AGAIN
+        renewed = asyncio.ensure_future(process.renew(answered=False))
+        assert await asked(supervisor)
+        supervisor.send(b"7")  # as the system delivers a message whose file it could not
+        assert await asked(supervisor)
     with give(supervisor, 7) as other:
         await asyncio.wait_for(renewed, 30)
         assert is_connected(process, other)
@@ -81,8 +83,12 @@ async def test_without_a_supervisor_it_waits_until_its_loop_ends(line: Line) -> 
         await asyncio.wait_for(process.renew(answered=True), 0.2)
 
 
+@pytest.mark.parametrize("end", ["finish", "gone"])
 @pytest.mark.parametrize("hangs", [True, False])
-def test_a_process_that_does_not_hang_up_is_killed(line: Line, hangs: bool) -> None:
+def test_a_process_that_does_not_hang_up_is_killed(
+    line: Line, hangs: bool, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_process, "_LAST_WORDS_S", 0.2 if hangs else 60)
     process, supervisor = line
     mine, given = socket.socketpair()
     reads = "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.recv(1)"
@@ -96,8 +102,10 @@ def test_a_process_that_does_not_hang_up_is_killed(line: Line, hangs: bool) -> N
         mine.close()
         asyncio.run(process.renew(answered=True))
         assert process.connection is not None
-        process.connection.shutdown(socket.SHUT_WR)
-        process.finish(0.2 if hangs else 60)
+        if end == "finish":
+            process.finish(0.2 if hangs else 60)
+        else:
+            asyncio.run(process.gone())
         assert program.wait(30) == (-signal.SIGKILL if hangs else 0)
 
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -37,10 +38,6 @@ PATIENCE_S = 1.0
 
 Work = Callable[[StoreWriter], Awaitable[None]]
 Runner = Callable[[Any], Any]
-
-
-class OnlyHere:
-    """A value of a class that the writing process cannot import."""
 
 
 both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -184,14 +181,19 @@ def test_a_killed_process_costs_no_turn(
     assert "was ended by SIGKILL" in said[0]
 
 
-def test_errors_come_back_as_they_are(store: Store, run: Runner) -> None:
+def test_errors_come_back_as_they_are(
+    store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     nested: dict[str, Any] = {}
     for _ in range(100_000):
         nested = {"deeper": nested}
     orphan = make_turn("b", "r", parent=make_turn("a", "r"))
     unknown = make_turn("c", "r", request={"value": threading.Lock()})
     odd = make_turn("d", "r", model=object())
-    elsewhere = make_turn("g", "r", request={"value": OnlyHere()})
+    only_here = type("OnlyHere", (), {"__module__": "only_here"})
+    here = SimpleNamespace(OnlyHere=only_here)
+    monkeypatch.setitem(sys.modules, "only_here", here)  # type: ignore[arg-type]
+    elsewhere = make_turn("g", "r", request={"value": only_here()})
 
     async def refused() -> None:
         for turn, error, words in (
@@ -329,7 +331,7 @@ def test_a_turn_that_the_process_before_had_stored_is_marked_when_it_is_given_up
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "LOOK_EVERY_S", 0.1)
         patch.setattr(client, "MISSED_LOOKS", 10_000)
-        patch.setattr(client, "MISSED_AT_START", 10_000)
+        patch.setattr(OwnProcess, "missed_at_start", 10_000)
         with opened(store) as writer:
             run(given_up())
     assert [each.untrainable for each in store.rollout_turns("r")] == ["unacknowledged"]
@@ -550,7 +552,7 @@ def test_a_process_that_hangs_is_killed_and_replaced(
     store: Store, run: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.2)
-    monkeypatch.setattr(client, "MISSED_AT_START", 10_000)
+    monkeypatch.setattr(OwnProcess, "missed_at_start", 10_000)
     turns = chain("r", 2)
 
     async def hung() -> None:
@@ -569,7 +571,7 @@ def test_a_store_that_hangs_is_no_reason_to_kill(
 ) -> None:
     monkeypatch.setattr(client, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(client, "MISSED_LOOKS", 60)
-    monkeypatch.setattr(client, "MISSED_AT_START", 10_000)
+    monkeypatch.setattr(OwnProcess, "missed_at_start", 10_000)
     [turn] = chain("r", 1)
 
     async def waited() -> None:

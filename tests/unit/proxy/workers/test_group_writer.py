@@ -26,11 +26,7 @@ def workers(sqlite_url: str, tmp_path: Path) -> Iterator[Workers]:
 def often() -> dict[str, float]:
     """Looks at the writer that come often, and enough of them for a busy machine."""
     module = "tracegrad.proxy.store_writer.client"
-    return {
-        f"{module}.LOOK_EVERY_S": 0.1,
-        f"{module}.MISSED_LOOKS": 50,
-        f"{module}.MISSED_AT_START": 10_000,
-    }
+    return {f"{module}.LOOK_EVERY_S": 0.1, f"{module}.MISSED_LOOKS": 50}
 
 
 def turns_of_both(workers: Workers, rollout: str) -> None:
@@ -91,6 +87,34 @@ def test_a_worker_that_is_started_again_writes_by_the_same(workers: Workers) -> 
         turns_of_both(workers, "r")
     assert workers.writer() == writer
     assert len(workers.store.rollout_turns("r")) == 4
+
+
+def test_a_worker_that_the_writer_had_no_file_for_is_connected_later(workers: Workers) -> None:
+    turns_of_both(workers, "r")
+    writer = psutil.Process(workers.writer())
+    before = writer.rlimit(psutil.RLIMIT_NOFILE)
+    killed = workers.pid_of(workers.clients[0])
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: killed not in (found := workers.pids()) and len(found) == 2, 60)
+    writer.rlimit(psutil.RLIMIT_NOFILE, (3, before[1]))  # what is open already stays so
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(turns_of_both, workers, "s")
+        eventually(lambda: "no file left for a worker" in workers.proxy.log.read_text(), 60)
+        writer.rlimit(psutil.RLIMIT_NOFILE, before)
+        done.result()
+    assert len(workers.store.rollout_turns("s")) == 2
+    assert workers.writer() == writer.pid
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_stopped_writer_does_not_outlive_its_proxy(workers: Workers, used: bool) -> None:
+    """It may hold the store's lock."""
+    if used:
+        turns_of_both(workers, "r")
+    everyone = workers.processes()
+    os.kill(workers.writer(), signal.SIGSTOP)
+    os.kill(workers.proxy.pid, signal.SIGKILL)
+    eventually(lambda: not any(map(exists, everyone)), 60)
 
 
 def test_a_hung_writer_holds_up_no_end_and_costs_nothing(sqlite_url: str, tmp_path: Path) -> None:
