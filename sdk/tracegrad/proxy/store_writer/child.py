@@ -145,8 +145,8 @@ def _writing(opening: Opening) -> Iterator[GroupCommitWriter]:
 
 
 def _end_with_parent() -> None:
-    """Also where this process is stopped, and others wait for their turn to write. The system means
-    the thread that started this process: the proxy's main thread, which has the event loop."""
+    """Also where this process is stopped, and may hold the store's lock. The system means the
+    thread that started this process: the proxy's main thread, which has the event loop."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -217,15 +217,15 @@ class StoreWriter:
         loop = asyncio.get_running_loop()
         while True:
             assert self._link.connection is not None, "renewed"
+            self._lost = loop.create_future()
             try:
                 # Its own file: the loop closes what it is given, when it thinks fit.
-                connection = self._link.connection.dup()
+                own = self._link.connection.dup()
+                await loop.create_connection(lambda: _Connection(self), sock=own)
             except OSError as error:
                 log.error("the store's writer cannot be reached: %s", error)
                 await asyncio.sleep(_REACH_AGAIN_S)
             else:
-                self._lost = loop.create_future()
-                await loop.create_connection(lambda: _Connection(self), sock=connection)
                 return
 
     def _give_up_unwanted(self) -> None:

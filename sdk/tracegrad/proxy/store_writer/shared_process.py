@@ -44,26 +44,27 @@ class SharedProcess:
     async def renew(self, *, answered: bool) -> None:
         if not answered:
             await asyncio.sleep(_ASK_AGAIN_S)
-        while not await self._is_connected():
-            log.error("the store's writer cannot be reached: this worker has no file left for it")
-            await asyncio.sleep(_ASK_AGAIN_S)
+        while True:
+            try:
+                return await self._connect()
+            except OSError as error:
+                log.error("the store's writer cannot be reached: %s", error)
+                await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _is_connected(self) -> bool:
+    async def _connect(self) -> None:
         with suppress(OSError):  # of a supervisor that has ended
             self._line.send(ASK)
         while True:
             await self._readable()
-            try:
+            with suppress(BlockingIOError):
                 data, files, _, _ = socket.recv_fds(self._line, _LONGEST, 1)
-            except BlockingIOError:
-                continue
-            except OSError:
-                data, files = b"", []
-            if files:
-                self.pid, self.connection = int(data), socket.socket(fileno=files[0])
-            elif not data:  # there will be no other process, and the worker is about to end
-                await asyncio.get_running_loop().create_future()
-            return bool(files)
+                break
+        if files:
+            self.pid, self.connection = int(data), socket.socket(fileno=files[0])
+        elif data:
+            raise OSError("this worker has no file left for it")
+        else:  # there will be no other process, and the worker is about to end
+            await asyncio.get_running_loop().create_future()
 
     async def _readable(self) -> None:
         loop = asyncio.get_running_loop()
