@@ -81,7 +81,7 @@ def test_a_killed_worker_loses_nothing_and_the_others_go_on(
                 os.kill(draw.choice(workers), signal.SIGKILL)
             both(proxy)
     finally:
-        proxy.close()
+        end(proxy)
     with Store.open(url) as store:
         faults = [*lost_calls(store, callers), *integrity(store)]
         captured = store.turn_counts().captured
@@ -110,7 +110,7 @@ def test_a_killed_writer_costs_no_call(
             before = len(callers.ended)
             eventually(lambda: len(callers.ended) > before + _CALLERS, 60)
     finally:
-        proxy.close()
+        end(proxy)
     with Store.open(url) as store:
         faults = [*lost_calls(store, callers), *integrity(store)]
         counts = store.turn_counts()
@@ -156,6 +156,14 @@ def test_a_proxy_that_is_ended_writes_what_it_was_given(
         proxy.close()
     with Store.open(sqlite_url) as store:
         assert {row.rollout_id for row in store.rollouts(limit=None)} == set(wanted)
+
+
+def end(proxy: ProxyProcess) -> None:
+    """With SIGKILL; nothing that it started outlives it."""
+    below = psutil.Process(proxy.pid).children(recursive=True)
+    proxy.close()
+    _, left = psutil.wait_procs(below, timeout=60)
+    assert not left
 
 
 def started_again(proxy: ProxyProcess) -> int:

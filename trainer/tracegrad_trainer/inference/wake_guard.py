@@ -231,7 +231,8 @@ def main() -> int:
     plan = watch(sys.stdin, sys.stdout, engine)
     if plan is None:
         return 0
-    version = plan.served.version
+    known = plan.load or plan.served.version >= 0
+    serves = f"version {plan.served.number}" if known else "what it had"
     try:
         with lock_for_ranks(Path(engine.state_dir), HOLDER):
             wake(plan, engine)
@@ -242,9 +243,7 @@ def main() -> int:
         logger.error("the trainer ended while vLLM slept, and vLLM does not wake: %s", error)
         return 1
     else:
-        logger.warning(
-            "the trainer ended while vLLM slept: it is awake and serves version %s", version
-        )
+        logger.warning("the trainer ended while vLLM slept: it is awake and serves %s", serves)
         return 0
     finally:
         shutil.rmtree(plan.folder, ignore_errors=True)
