@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import psutil
 from support.engines.byte_tokenizer import save_byte_tokenizer
 from support.engines.mock_engine import MockEngine
 from support.proxy.proxy_process import ProxyProcess
-from support.proxy.servers import CONTROL_KEY, eventually, serving
+from support.proxy.servers import CONTROL_KEY, serving
 from tracegrad.store import Store
 
 ADMIN_KEY = "admin-key-of-the-workers-tests"
@@ -71,6 +71,17 @@ class Workers:
         assert len(found) == 1, f"of {pids} these have the connection: {found}"
         return found[0]
 
+    @contextmanager
+    def client_elsewhere(self, pid: int, **options: Any) -> Iterator[httpx.Client]:
+        """One connection, to another worker than `pid`. Those that lead there are held meanwhile:
+        the supervisor gives the next to whoever has the fewest."""
+        with ExitStack() as found, ExitStack() as held:
+            while self.pid_of(client := _client(self.proxy.url, **options)) == pid:
+                held.callback(client.close)
+            found.callback(client.close)
+            held.close()
+            yield client
+
     def chat(
         self,
         client: httpx.Client,
@@ -90,6 +101,14 @@ class Workers:
         said = whole["choices"][0]["message"]
         messages.append({"role": "assistant", "content": said["content"]})
         return whole
+
+
+def _client(url: str, **options: Any) -> httpx.Client:
+    """Of one connection."""
+    limits = httpx.Limits(max_connections=1)
+    return httpx.Client(
+        **{"base_url": url, "timeout": 60, "headers": ADMIN, **options}, limits=limits
+    )
 
 
 def _inode_of_peer(server: int, client: int) -> str:
@@ -138,26 +157,8 @@ def two_workers(
         proxy = ProxyProcess(upstream, store_url, log, constants, **settings)
         stack.callback(proxy.close)
         proxy.start()
-        first, second = (
-            stack.enter_context(
-                httpx.Client(
-                    base_url=proxy.url,
-                    timeout=60,
-                    headers=ADMIN,
-                    limits=httpx.Limits(max_connections=1),
-                )
-            )
-            for _ in range(2)
-        )
-        workers = Workers(proxy, engine, (first, second), Store.open(store_url))
-        stack.enter_context(workers.store)
-        # The connections that were there before may be closed only now.
-        eventually(lambda: _settled(first, second, workers))
-        yield workers
-
-
-def _settled(first: httpx.Client, second: httpx.Client, workers: Workers) -> bool:
-    if workers.pid_of(first) != workers.pid_of(second):
-        return True
-    second.get("/healthz", headers={"connection": "close"})
-    return False
+        first = stack.enter_context(_client(proxy.url))
+        store = stack.enter_context(Store.open(store_url))
+        one = Workers(proxy, engine, (first, first), store)
+        second = stack.enter_context(one.client_elsewhere(one.pid_of(first)))
+        yield replace(one, clients=(first, second))

@@ -106,9 +106,7 @@ def test_a_worker_that_starts_joins_the_closed_gate(
     killed, kept = map(workers.pid_of, workers.clients)
     os.kill(killed, signal.SIGKILL)
     eventually(lambda: killed not in (found := workers.pids()) and len(found) == 2, 60)
-    with httpx.Client(base_url=workers.proxy.url, timeout=60, headers=CONTROL) as started:
-        while workers.pid_of(started) == kept:
-            started.get("/healthz", headers={"connection": "close"})
+    with workers.client_elsewhere(kept, headers=CONTROL) as started:
         found = started.get("/api/push/upstreams").json()["upstreams"]
     assert found == {engine: {"version": 4, "held": True}}
     calls = waiting_calls(workers, pool)
@@ -155,9 +153,7 @@ def test_a_push_does_not_wait_for_a_worker_that_dies(
     worker = workers.pid_of(client)
     call = pool.submit(client.post, "/rollouts/lost/v1/chat/completions", json=body)
     eventually(lambda: state(workers)["in_flight"] == 1, 30)
-    with httpx.Client(base_url=workers.proxy.url, timeout=600, headers=CONTROL) as other:
-        while workers.pid_of(other) == worker:
-            other.get("/healthz", headers={"connection": "close"})
+    with workers.client_elsewhere(worker, timeout=600, headers=CONTROL) as other:
         held = pool.submit(other.post, "/api/push/hold", json={"ttl_s": 900, "drain_s": 500})
         eventually(lambda: state(workers)["held"], 30)
         assert not held.done()

@@ -81,9 +81,7 @@ def test_a_killed_worker_is_started_again_and_the_other_goes_on(workers: Workers
     assert "was ended by SIGKILL; it is started again" in workers.proxy.log.read_text()
     # The new one knows what its predecessor told: a retry of the call that it had answered.
     retry = {"x-stainless-retry-count": "1"}
-    with httpx.Client(base_url=workers.proxy.url, timeout=20) as again:
-        while workers.pid_of(again) == kept:
-            again.get("/healthz", headers={"connection": "close"})
+    with workers.client_elsewhere(kept) as again:
         asked = len(workers.engine.requests)
         workers.chat(again, [{"role": "user", "content": "before"}], "r", retry)
         assert len(workers.engine.requests) == asked
