@@ -73,6 +73,4 @@ class OwnProcess:
         self.process.kill()
 
     def finish(self, limit_s: float) -> None:
-        if self.process.wait(limit_s) is None:
-            self.process.kill()
-            self.process.wait()
+        self.process.finish(limit_s)

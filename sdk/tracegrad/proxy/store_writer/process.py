@@ -106,19 +106,30 @@ class WriterProcess:
         """Somebody else has waited for it."""
         self._status = code
 
+    def finish(self, limit_s: float) -> None:
+        """On return it has ended, after so many seconds by being killed."""
+        if self.wait(limit_s) is None:
+            self.kill()
+            self.wait()
+
     def how_it_ended(self) -> str:
-        if self._status is None or self._status >= 0:
-            return f"exited with {self._status}"
-        try:
-            return f"was ended by {signal.Signals(-self._status).name}"
-        except ValueError:  # most of the real-time ones have no name
-            return f"was ended by signal {-self._status}"
+        return how_it_ended(self._status or 0)
 
     def hang_up(self) -> None:
         """It ends when it has written what it has read."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+
+
+def how_it_ended(code: int) -> str:
+    """`code`: an exit status, or minus a signal."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:  # most of the real-time ones have no name
+        return f"was ended by signal {-code}"
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:

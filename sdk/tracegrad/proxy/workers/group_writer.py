@@ -6,7 +6,6 @@ import logging
 import selectors
 import socket
 import time
-from contextlib import suppress
 from functools import partial
 
 from tracegrad.proxy.store_writer.frames import Opening
@@ -135,8 +134,5 @@ class GroupWriter:
             self._cut(number)
         if (process := self._process) is not None:
             process.hang_up()
-            if process.wait(_END_S) is None:
-                process.kill()
-                with suppress(OSError):
-                    process.wait()
+            process.finish(_END_S)
             self._process = None

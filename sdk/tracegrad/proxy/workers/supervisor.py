@@ -26,6 +26,7 @@ from tracegrad.proxy.config import ProxySettings
 from tracegrad.proxy.http.protocol import SHUTDOWN_S
 from tracegrad.proxy.shared_counts import SharedCounts
 from tracegrad.proxy.shared_log import SharedLog
+from tracegrad.proxy.store_writer.process import how_it_ended
 from tracegrad.proxy.workers.channel import Channel, ChannelClosed
 from tracegrad.proxy.workers.group_requests import GateNow, GroupRequests
 from tracegrad.proxy.workers.group_writer import GroupWriter
@@ -48,13 +49,6 @@ MISSED_LOOKS = 6
 _KILL_S = SHUTDOWN_S + 10.0
 _PLACE_AGAIN_S = 0.02
 _ACCEPTS = 64  # connections at a time
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # most of the real-time ones have none
-        return f"signal {number}"
 
 
 @dataclass(slots=True)
@@ -229,10 +223,10 @@ class Supervisor:
         worker.pid = None
         self._counts.reset(worker.number)
         self._metrics.forget_gauges(worker.number)
-        how = f"was ended by {_signal_name(-code)}" if code < 0 else f"exited with {code}"
         if worker.ready_at is not None and now - worker.ready_at >= STABLE_S:
             worker.failures = -1
         who = f"worker {worker.number} (process {pid})"
+        how = how_it_ended(code)
         said = f"{who} {how}" if self._announced else f"{who} did not start: it {how}"
         self._start_later(worker, said, code=code if code > 0 else 1)
 
