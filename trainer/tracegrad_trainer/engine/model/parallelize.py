@@ -84,8 +84,7 @@ def build_sharded(
         model.requires_grad_(False)
     shard(model, mesh, settings)
     if weights is not None:
-        here = torch.device("cpu") if settings.cpu_offload else compute_device(mesh)
-        load_shards(model, weights, here)
+        load_shards(model, weights, compute_device(mesh), offload=settings.cpu_offload)
         memory.check_rows_apart(model, compute_device(mesh))
     return model
 

@@ -37,10 +37,12 @@ def empty_model(folder: Path | str, attention: str | None = None) -> nn.Module:
     return made
 
 
-def load_shards(model: nn.Module, weights: HfWeights, device: torch.device) -> None:
-    """Gives every tensor that is still on the meta device its storage on `device`, and what
-    `weights` has of it: of a sharded parameter this rank's part. Adapters and a value head begin
-    as ever. In place; not a collective.
+def load_shards(
+    model: nn.Module, weights: HfWeights, device: torch.device, *, offload: bool = False
+) -> None:
+    """Gives every tensor that is still on the meta device its storage on `device`, with `offload`
+    parameters theirs in the host's memory, and what `weights` has of it: of a sharded parameter
+    this rank's part. Adapters and a value head begin as ever. In place; not a collective.
 
     Raises:
         ValueError: a tensor cannot be read.
@@ -63,7 +65,10 @@ def load_shards(model: nn.Module, weights: HfWeights, device: torch.device) -> N
             part = whole[index]
         else:
             part = weights.read(lora.base_name(name), index)
-        part = part.to(device, tensor.dtype, copy=False).contiguous()
+        # Buffers are where they are computed with: FSDP moves parameters alone.
+        hosted = offload and isinstance(tensor, nn.Parameter)
+        here = torch.device("cpu") if hosted else device
+        part = part.to(here, tensor.dtype, copy=False).contiguous()
         _replace(model, [name, *tied], tensor, part)
 
 
@@ -87,14 +92,8 @@ def _replace(model: nn.Module, names: list[str], before: Tensor, part: Tensor) -
     """FSDP finds the new parameters at its first forward (`FSDPParam.reset_sharded_param`)."""
     made = part
     if isinstance(before, DTensor):
-        made = DTensor.from_local(
-            part,
-            before.device_mesh,
-            before.placements,
-            run_check=False,
-            shape=before.shape,
-            stride=before.stride(),
-        )
+        # `from_local` would move what is in the host's memory to the mesh's device.
+        made = DTensor(part, before._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     if isinstance(before, nn.Parameter):
         made = nn.Parameter(made, requires_grad=before.requires_grad)
     for name in names:

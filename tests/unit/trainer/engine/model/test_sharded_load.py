@@ -12,19 +12,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, Qwen3Config
 from transformers.core_model_loading import Chunk, Concatenate, WeightConverter
 
 from support.trainer import load_ranks
 from support.trainer.ranks import run_on_ranks
+from support.trainer.stand_in_ranks import as_rank
 from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import CONFIGS, plain
 from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.model import hf_weights
 from tracegrad_trainer.engine.model.hf_weights import HfWeights
 from tracegrad_trainer.engine.model.memory import check_fits_memory, loading_bytes, meta_model
-from tracegrad_trainer.engine.model.sharded_load import empty_model, load_shards
+from tracegrad_trainer.engine.model.sharded_load import _replace, empty_model, load_shards
 
 NAMES = ["qwen3", *(name for name in CONFIGS if name != "qwen3")]
 # Of the plain load a rank held all of it, and the files' pages.
@@ -343,3 +347,35 @@ def test_tensors_that_are_no_part_of_the_model_are_counted(
     HfWeights(other := changed(folder / "llama", tmp_path / "other", change), empty_model(other))
     assert "1 of its tensors are no part of LlamaForCausalLM" in caplog.text
     assert "mtp.norm.weight" in caplog.text
+
+
+def test_offloaded_parameters_stay_in_the_hosts_memory_on_a_gpus_mesh() -> None:
+    """There is no GPU here: who moved them to one would fail."""
+    model = nn.Linear(3, 4, bias=False)
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cuda", (2,))
+        kept = TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32)
+        shard = DTensor(
+            torch.empty(2, 3, device="meta"),
+            DTensorSpec(mesh, (Shard(0),), kept),
+            requires_grad=False,
+        )
+        before = nn.Parameter(shard, requires_grad=False)
+        _replace(model, ["weight"], before, torch.ones(2, 3))
+    found: Any = model.weight
+    assert found.device.type == "cpu", "FSDP refuses others"
+    assert (found.shape, found.placements) == ((4, 3), (Shard(0),))
+    assert torch.equal(found.to_local(), torch.ones(2, 3))
+    assert not found.requires_grad
+
+
+def test_of_an_offloaded_model_buffers_are_where_it_computes(tmp_path: Path) -> None:
+    """FSDP moves parameters alone to and fro. Of a GPU stands in what no weight is left on."""
+    made: Any = AutoModelForCausalLM.from_config(DeepseekV3Config(**tiny_sizes(61, **DEEPSEEK)))
+    made.save_pretrained(tmp_path)
+    model = empty_model(tmp_path)
+    of_files = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    assert of_files
+    load_shards(model, HfWeights(tmp_path, model), torch.device("meta"), offload=True)
+    assert {one.device.type for one in model.parameters()} == {"cpu"}
+    assert {model.get_buffer(name).device.type for name in of_files} == {"meta"}
