@@ -12,6 +12,8 @@ from torch.optim.adamw import AdamW, adamw
 
 from tracegrad_trainer.engine.model.sharded_load import local_index
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 class Bf16MomentsAdamW(AdamW):
     """Each update is torch's own in float32, of one parameter after the other: beside the weights
@@ -34,12 +36,6 @@ class Bf16MomentsAdamW(AdamW):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        if not state:
-            # Fused kernels read it on the device.
-            device = parameter.device if group["fused"] else None
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
         first, second = state["exp_avg"].float(), state["exp_avg_sq"].float()
         adamw(
             [parameter],
@@ -63,11 +59,18 @@ class Bf16MomentsAdamW(AdamW):
         _round_to(state["exp_avg_sq"], second, (dither >> 16) & 0xFFFF)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)  # which casts moments to the parameter's type
-        for state in self.state.values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name in state:
-                    state[name] = state[name].to(torch.bfloat16)
+        """Past torch's own, which casts all moments to the parameters' type at once."""
+        saved = state_dict["state"]
+        others = {
+            key: {name: value for name, value in state.items() if name not in MOMENTS}
+            for key, state in saved.items()
+        }
+        super().load_state_dict(state_dict | {"state": others})
+        for theirs, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for key, parameter in zip(theirs["params"], group["params"], strict=True):
+                for name in MOMENTS:
+                    kept = saved[key][name].to(parameter.device, torch.bfloat16)
+                    self.state[parameter][name] = kept
 
 
 def _dither(parameter: Tensor, step: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tracegrad_trainer.engine.config import ADAMW, AdamwImplementation, OptimSettings
 from tracegrad_trainer.engine.model import value_head
-from tracegrad_trainer.engine.step.bf16_moments import Bf16MomentsAdamW
+from tracegrad_trainer.engine.step.bf16_moments import MOMENTS, Bf16MomentsAdamW
 
 
 def make_optimizer(
@@ -29,14 +29,34 @@ def make_optimizer(
             ([p for p in parameters if p.ndim < 2], 0.0),
         )
     ]
-    kind = Bf16MomentsAdamW if optim.moments == "bfloat16" else torch.optim.AdamW
-    return kind(
+    halved = optim.moments == "bfloat16"
+    kind = Bf16MomentsAdamW if halved else torch.optim.AdamW
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         **{implementation: True},
     )
+    _start_state(optimizer, torch.bfloat16 if halved else None)
+    return optimizer
+
+
+@torch.no_grad()
+def _start_state(optimizer: torch.optim.AdamW, moments: torch.dtype | None) -> None:
+    """As a first step would make it, with moments of this type, by default of the parameters'.
+
+    To load a checkpoint into an optimizer without a state, torch takes a step on gradients of all
+    parameters (`_init_optim_state`): memory that may have been given to vLLM.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            # Fused kernels read it on the device.
+            device = parameter.device if group["fused"] else None
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=moments)
 
 
 def set_implementation(optimizer: torch.optim.AdamW, implementation: AdamwImplementation) -> None:

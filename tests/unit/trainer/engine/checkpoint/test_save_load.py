@@ -95,6 +95,26 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_run_that_was_saved(
     assert equal(weights(other), weights(one))
 
 
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_to_load_takes_no_step_of_the_optimizer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: str
+) -> None:
+    """With which torch would make the moments, out of gradients of all parameters at once."""
+    one = build(folder / "model", moments=moments)
+    step(one, 1)
+    saved(one, tmp_path, 1)
+    other = build(folder / "other", moments=moments)
+
+    def refuse(**_: Any) -> None:
+        pytest.fail("a step, and gradients of everything")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(other.optimizer, "step", refuse)
+        load_checkpoint(other, tmp_path / "step-00000001")
+    assert step(other, 2) == step(one, 2)
+    assert equal(weights(other), weights(one))
+
+
 @pytest.mark.parametrize(("then", "now"), [("foreach", "fused"), ("fused", "foreach")])
 def test_a_checkpoint_does_not_say_how_adamw_is_computed(
     folder: Path, tmp_path: Path, then: AdamwImplementation, now: AdamwImplementation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracegrad_trainer.engine import OptimSettings
 from tracegrad_trainer.engine.step.optimizer import (
@@ -135,6 +137,61 @@ def test_one_kernel_for_a_whole_update_is_as_exact_as_one_for_each_product() -> 
         error = (ends[how] - ends["exact"]).abs().max()
         assert error < 10 * torch.finfo(torch.float32).eps, how
     assert make_optimizer(nn.Linear(2, 2), OptimSettings()).defaults["fused"]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach"])
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_an_optimizer_begins_as_torch_s_own_would(implementation: Any, share: float) -> None:
+    """Its state is there before a first step; what that makes of it is torch's, bit by bit."""
+    ends = []
+    for lazy in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 30)
+        optimizer = make_optimizer(model, OptimSettings(lr=RATE, weight_decay=0.1), implementation)
+        if lazy:
+            optimizer.state.clear()
+        else:
+            assert {len(state) for state in optimizer.state.values()} == {3}
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape)
+            apply_share_of_step(optimizer, share)
+        states = [optimizer.state[p] for p in model.parameters()]
+        ends.append([*model.parameters(), *(state[name] for state in states for name in state)])
+        assert [list(state) for state in states] == [["step", "exp_avg", "exp_avg_sq"]] * 2
+    for found, own in zip(*ends, strict=True):
+        assert (found.dtype, found.device) == (own.dtype, own.device)
+        assert torch.equal(found, own)
+
+
+class Float32Sizes(TorchDispatchMode):
+    """Of what operations return in float32: the most elements."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float32:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_moments_in_bfloat16_are_loaded_without_a_copy_in_float32() -> None:
+    """All of them would be there at once: a run that fits could not be resumed."""
+    model = nn.Linear(40, 30)
+    optimizer = make_optimizer(model, OptimSettings(lr=RATE, moments="bfloat16"))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    other = make_optimizer(model, OptimSettings(lr=RATE, moments="bfloat16"))
+    with Float32Sizes() as seen:
+        other.load_state_dict(saved)
+    assert seen.most <= 1, "steps"
+    for parameter in model.parameters():
+        for name, value in optimizer.state[parameter].items():
+            assert torch.equal(other.state[parameter][name], value)
+            assert other.state[parameter][name].dtype == value.dtype
 
 
 def second_moment(moments: str, *, share: float, betas: tuple[float, float]) -> float:
