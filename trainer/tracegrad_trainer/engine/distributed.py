@@ -122,6 +122,11 @@ def destroy_process_group() -> None:
         return
     # A rank that leaves first can abort the others' last save; one that failed must not wait
     # for ranks that sit in another collective and wait for it.
-    if sys.exc_info()[0] is None:
+    failed = sys.exc_info()[0] is not None
+    if not failed:
         dist.barrier()
+    elif dist.get_world_size() > 1 and "nccl" in dist.get_backend_config():
+        # NCCL's end waits for what is under way, and so for those ranks, up to `fsdp.timeout_s`.
+        # The end of the process aborts it.
+        return
     dist.destroy_process_group()

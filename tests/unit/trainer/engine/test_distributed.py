@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,7 +18,7 @@ from support.trainer.stand_in_ranks import as_rank
 from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.engine.config import OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
-from tracegrad_trainer.engine.distributed import sharding_mesh
+from tracegrad_trainer.engine.distributed import destroy_process_group, sharding_mesh
 from tracegrad_trainer.engine.step import train_batch as module
 from tracegrad_trainer.engine.step.optimizer import copies_of_shards
 from tracegrad_trainer.engine.step.train_batch import deal_rows, train_batch
@@ -111,3 +113,35 @@ def test_ranks_that_share_a_micro_batch_bring_their_budgets_together(
         train_batch(learner, rows(2), version=0, budget=80)
     assert caught.value.args == (budget,)
     assert chosen == [shared]
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "leaves"),
+    [("cpu:gloo,cuda:nccl", 2, False), ("cpu:gloo,cuda:nccl", 1, True), ("cpu:gloo", 2, True)],
+)
+def test_a_rank_that_failed_waits_for_no_other(
+    backend: str, ranks: int, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's end would: the others sit in a collective until it times out."""
+    calls: list[str] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    for name in ("barrier", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, partial(calls.append, name))
+
+    def fail() -> None:
+        with ExitStack() as stack:
+            stack.callback(destroy_process_group)
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        fail()
+    assert calls == ["destroy_process_group"] * leaves
+    calls.clear()
+    destroy_process_group()
+    assert calls == ["barrier", "destroy_process_group"]
+
+
+def test_backends_are_named_as_a_failed_rank_looks_for_them(one_rank: None) -> None:
+    assert "gloo" in dist.get_backend_config()
