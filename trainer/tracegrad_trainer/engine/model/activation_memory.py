@@ -55,7 +55,8 @@ def save_activation_memory(model: nn.Module, settings: FsdpSettings) -> None:
             how: dict[str, Any] = {"context_fn": _selective_contexts} if selective else {}
             block.forward = partial(_recomputed, block.forward, how)
         if settings.activation_offloading:
-            # Around what is recomputed: what that keeps is offloaded, and no more.
+            # Around what is recomputed: its input is offloaded, and no more. What a selective
+            # policy keeps is in torch's own hands, on the device, and never here.
             block.forward = partial(_offloaded, block, block.forward)
 
 
@@ -107,17 +108,19 @@ def _offloaded(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
         if tensor.numel() < _SMALL or tensor.untyped_storage().data_ptr() in weights:
             return tensor
         # Copies both ways are in the order of the device's stream, which need not be waited for.
-        host = torch.empty(
-            tensor.size(), dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu"
-        )
-        return tensor.device, host.copy_(tensor, non_blocking=True)
+        pinned = tensor.device.type != "cpu"
+        host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # close together
+        return tensor.device, host.copy_(tensor, non_blocking=True), tensor.stride()
 
     def to_device(kept: Any) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        device, host = kept
+        device, host, strides = kept
         found: Tensor = host.to(device, non_blocking=True)
-        return found
+        if found.stride() == strides or 0 in strides:
+            return found
+        # Backward of compiled kernels (FlexAttention's too) refuses other strides than were saved.
+        return found.new_empty_strided(found.size(), strides).copy_(found)
 
     with saved_tensors_hooks(to_host, to_device):
         return forward(*args, **kwargs)

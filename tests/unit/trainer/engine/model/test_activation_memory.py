@@ -12,8 +12,8 @@ from support.trainer.row_samples import rows
 from support.trainer.tiny_models import make
 from tracegrad_trainer.batches import micro_batch
 from tracegrad_trainer.engine import FsdpSettings
+from tracegrad_trainer.engine.model import activation_memory, memory
 from tracegrad_trainer.engine.model import compile as compiled
-from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.forward import to_inputs
 
 # Of two blocks: q, k, v, o, gate, up. Nothing behind them needs the last one's result: not again.
@@ -83,3 +83,42 @@ def test_without_a_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch)
 def test_routes_and_compile_do_not_go_together() -> None:
     with pytest.raises(ValueError, match=r"fsdp\.compile and fsdp\.routing = 'r2'"):
         FsdpSettings(compile=True, routing="r2")
+
+
+class AsKept(torch.autograd.Function):
+    """As a graph of inductor's, which refuses in backward what lies otherwise in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.strides = x.stride()
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, of_out: torch.Tensor) -> torch.Tensor:
+        [x] = ctx.saved_tensors
+        assert x.stride() == ctx.strides
+        return of_out * x
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.view(1, 64, 4, 24).transpose(1, 2),  # heads
+        lambda x: x[..., 32:64].view(1, 64, 4, 8).transpose(1, 2),  # of a product for q, k and v
+        lambda x: x[:, :, :1].expand(1, 64, 24),
+    ],
+    ids=["plain", "heads", "slice", "expanded"],
+)
+def test_what_was_offloaded_lies_in_memory_as_before(view: Any) -> None:
+    x = torch.randn(1, 64, 96, requires_grad=True)
+    kept: Any = AsKept.apply
+    if 0 in view(x).stride():  # no kernel asks for such
+        kept = torch.square
+    block: Any = torch.nn.Identity()
+    found = activation_memory._offloaded(block, lambda x: kept(view(x)), x)
+    found.sum().backward()
+    plain = x.detach().requires_grad_()
+    kept(view(plain)).sum().backward()
+    assert torch.equal(x.grad, plain.grad)  # type: ignore[arg-type]
