@@ -94,7 +94,10 @@ class CheckpointSaver:
         # Until the thread replaces it: one that dies of an unforeseen error has written nothing.
         self._error = "its writer ended early (the log says of what)"
         self._writing = threading.Thread(
-            target=self._write, args=(copied, own, bound), name="checkpoint", daemon=True
+            target=self._write,
+            args=(copied, own, bound, learner.device),
+            name="checkpoint",
+            daemon=True,
         )
         self._writing.start()
         return self._folder
@@ -149,8 +152,13 @@ class CheckpointSaver:
             elif not (keep_every and checkpoint_step(old) % keep_every == 0):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _write(self, state: dict[str, Any], own: dict[str, Any], bound: int) -> None:
+    def _write(
+        self, state: dict[str, Any], own: dict[str, Any], bound: int, device: torch.device
+    ) -> None:
         """In the thread: every rank its part, then rank 0 the manifest and the name."""
+        if device.type == "cuda":
+            # A thread begins with the first GPU: torch's writer would open a context there.
+            torch.cuda.set_device(device)
         partial = self.root / f".{self._folder.name}.partial"
         error = self._on_first(lambda: _fresh(partial))
         if error is None:

@@ -115,6 +115,18 @@ def test_to_load_takes_no_step_of_the_optimizer(
     assert equal(weights(other), weights(one))
 
 
+@pytest.mark.parametrize(("device", "chosen"), [("cuda:3", ["cuda:3"]), ("cpu", [])])
+def test_the_writing_thread_stays_on_its_ranks_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, chosen: list[str]
+) -> None:
+    """A new thread is on the first one, where torch's writer would take some memory."""
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(str(device)))
+    monkeypatch.setattr(module, "save", lambda *_, **__: seen.append("saved"))
+    CheckpointSaver(tmp_path)._write({}, {"step": 1}, 0, torch.device(device))
+    assert seen == [*chosen, "saved"]
+
+
 @pytest.mark.parametrize(("then", "now"), [("foreach", "fused"), ("fused", "foreach")])
 def test_a_checkpoint_does_not_say_how_adamw_is_computed(
     folder: Path, tmp_path: Path, then: AdamwImplementation, now: AdamwImplementation
