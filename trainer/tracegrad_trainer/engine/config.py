@@ -64,8 +64,9 @@ class FsdpSettings(BaseModel):
     )
     activation_offloading: bool = Field(
         False,
-        description="what blocks keep for backward waits in the host's memory; with"
-        " gradient_checkpointing that is little, and the copies are hidden",
+        description="what blocks keep for backward waits in the host's memory; computing waits for"
+        " the copies, which are few with gradient_checkpointing = true, and what selective keeps"
+        " beside each block's input stays on the device",
     )
     compile: bool = Field(
         False,

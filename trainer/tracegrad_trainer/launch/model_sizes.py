@@ -145,7 +145,7 @@ def _rank_memory(
     return RankMemory(
         state=found.state,
         gathered=found.whole,
-        activations=found.activations + found.scores,
+        activations=found.activations + found.backward + found.scores,
         host=max(found.loading, found.copied) + found.waiting,
         gradients=found.gradients,
         offloaded=found.offloaded,

@@ -30,8 +30,9 @@ from tracegrad_trainer.engine.attention.masked import (
 )
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
 from tracegrad_trainer.engine.config import FsdpSettings
-from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype
+from tracegrad_trainer.engine.distributed import compute_dtype, frozen_dtype, pick_device
 from tracegrad_trainer.engine.model import recurrent_layers, router_replay
+from tracegrad_trainer.engine.model.chunked_logprobs import MAX_LOGIT_ELEMENTS
 from tracegrad_trainer.engine.model.forward import run_inside_forward
 from tracegrad_trainer.engine.model.hf_config import (
     MASKED_LAYERS,
@@ -175,6 +176,7 @@ class MemoryEstimate:
     gradients: int  # of the state, and gone between steps
     whole: int  # parameters that are gathered while they are computed with
     activations: int
+    backward: int  # logits, and gradients of whole parameters, while there are activations
     scores: int  # of attention, where they are written out; of ours a few blocks at a time
     loading: int
     copied: int
@@ -183,7 +185,8 @@ class MemoryEstimate:
 
     @property
     def on_device(self) -> int:
-        return self.whole + self.activations + self.scores + (0 if self.offloaded else self.state)
+        computed = self.whole + self.activations + self.backward + self.scores
+        return computed + (0 if self.offloaded else self.state)
 
     @property
     def on_host(self) -> int:
@@ -194,8 +197,9 @@ class MemoryEstimate:
     def __str__(self) -> str:
         return (
             f"weights, gradients and optimizer {_gib(self.state)}, gathered parameters"
-            f" {_gib(self.whole)}, activations {_gib(self.activations)}, attention scores"
-            f" {_gib(self.scores)}, a checkpoint's copy {_gib(self.copied)}"
+            f" {_gib(self.whole)}, activations {_gib(self.activations)}, logits and whole gradients"
+            f" {_gib(self.backward)}, attention scores {_gib(self.scores)}, a checkpoint's copy"
+            f" {_gib(self.copied)}"
         )
 
     @property
@@ -319,25 +323,36 @@ def estimate_memory(
         trained = _adapter_parameters(model, settings.lora.rank)
     computed = compute_dtype(settings).itemsize
     kept = frozen_dtype(settings).itemsize
-    frozen = (0 if settings.lora is None else count) + (count if reference else 0)
-    state = (kept * frozen + (8 + moment_bytes) * trained) // ranks  # weights and gradients too
+    pinned = settings.cpu_offload and pick_device(settings).type == "cuda"
+    weights = gradients = 4 * trained // ranks
+    if settings.lora is None:
+        weights = gradients = _shards(model, 4, ranks, pinned=pinned)
+    else:
+        weights += _shards(model, kept, ranks, pinned=pinned)
+    if reference:
+        weights += _shards(model, kept, ranks, pinned=pinned)
     largest = max(sum(p.numel() for p in block.parameters()) for block in blocks)
     root = count - sum(p.numel() for block in blocks for p in block.parameters())
-    # The next block is gathered early. One rank's shards are the whole in fp32 already, if they
-    # are where it computes.
-    gathered = root + 2 * largest if settings.reshard else count
-    there = ranks == 1 and computed == 4 and not settings.cpu_offload
-    there = there and (settings.lora is None or kept == 4)
-    whole = 0 if there else gathered * computed
+    # The next block is gathered early. One rank copies its shards too, whatever their type.
+    whole = computed * (root + 2 * largest if settings.reshard else count)
     if not settings.reshard:
         whole += 4 * trained
-    activations, waiting = _activations(model, settings, tokens)
+    stays, at_work, waiting = _activations(model, settings, tokens)
+    freed = computed * largest if settings.reshard else 0  # one of both blocks, by then
+    # At the end, when all that is gone, what is in no block is summed over ranks like a block.
+    end = (computed + 4) * root + 4 * largest - whole - stays - at_work
     return MemoryEstimate(
         parameters=count,
-        state=state,
-        gradients=4 * trained // ranks,
+        state=weights + gradients + moment_bytes * trained // ranks,
+        gradients=gradients,
         whole=whole,
-        activations=activations,
+        activations=stays + at_work,
+        backward=max(
+            0,
+            _head(model, settings, tokens) - at_work - freed,
+            _reduced(model, settings, largest) - freed,
+            0 if settings.lora else end,
+        ),
         scores=_attention_scores(model.config, settings, tokens),
         loading=loading_bytes(model, ranks),
         copied=(4 + moment_bytes) * trained // ranks,
@@ -359,24 +374,64 @@ def loading_bytes(model: nn.Module, ranks: int) -> int:
     return 2 * 4 * max(p.numel() for p in model.parameters()) // ranks
 
 
-def _activations(model: nn.Module, settings: FsdpSettings, tokens: int) -> tuple[int, int]:
-    """Bytes that the blocks keep for backward: on the device, and in the host's memory."""
+def _shards(model: nn.Module, itemsize: int, ranks: int, *, pinned: bool) -> int:
+    """Bytes of a rank's shards of all parameters."""
+    if not pinned:
+        return itemsize * sum(p.numel() for p in model.parameters()) // ranks
+    rows = ((len(p), p.numel()) for p in model.parameters())
+    return sum(_pinned(itemsize * -(-n // ranks) * (count // n)) for n, count in rows)
+
+
+def _pinned(size: int) -> int:
+    """What torch takes of the host's memory for it: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _head(model: Any, settings: FsdpSettings, tokens: int) -> int:
+    """Bytes at the start of backward: a chunk of logits with their exponentials, and the gradient
+    of the head, which is summed in float32 from chunk to chunk."""
+    most = MAX_LOGIT_ELEMENTS[pick_device(settings).type]
+    head: nn.Parameter = model.get_output_embeddings().weight
+    logits = 2 * 4 * min(most, tokens * len(head))
+    if settings.lora is not None:
+        return logits
+    # Of half precision the sum, and what is added to it.
+    return logits + (4 if compute_dtype(settings).itemsize == 4 else 8) * head.numel()
+
+
+def _reduced(model: Any, settings: FsdpSettings, block: int) -> int:
+    """Bytes behind a block's backward: its gradients, what of them is summed over ranks in float32
+    and that of the block before, while the head's gradient waits for the end."""
+    if settings.lora is not None:  # of adapters alone
+        return 0
+    itemsize = compute_dtype(settings).itemsize
+    head: int = model.get_output_embeddings().weight.numel()
+    return itemsize * head + (itemsize + 2 * 4) * block
+
+
+def _activations(model: nn.Module, settings: FsdpSettings, tokens: int) -> tuple[int, int, int]:
+    """Bytes that the blocks keep for backward: on the device until then, there while a block is
+    computed, and in the host's memory."""
     layers = layer_configs(model.config)
     itemsize = compute_dtype(settings).itemsize
-    each = [_kept(layer) for layer in layers]
+    kept = [_kept(layer) for layer in layers]
     for i, more in _recurrent(model, layers[0].hidden_size):
-        each[i] += int(more / itemsize)
-    inputs = sum(layer.hidden_size for layer in layers)
-    values, waiting = sum(each), 0
-    if settings.gradient_checkpointing:
-        values = inputs + max(each)
+        kept[i].append(int(more / itemsize))
+    largest = max(map(sum, kept))
+    stays = at_work = waiting = 0
     if settings.gradient_checkpointing == "selective":
-        values += sum(each) // 3
-    if settings.activation_offloading:
-        # On the device of the block that is computed, and of the one on its way.
-        values, waiting = 2 * max(each), values
+        stays = sum(map(sum, kept)) // 3  # torch holds it where no hook offloads it
+    if settings.gradient_checkpointing:
+        at_work = largest
+        kept = [[layer.hidden_size] for layer in layers]
     token = tokens * itemsize
-    return token * values, token * waiting
+    if settings.activation_offloading:
+        at_work = 2 * largest  # and of the block that is on its way
+        on_host = _pinned if pick_device(settings).type == "cuda" else int
+        waiting = sum(on_host(token * value) for block in kept for value in block)
+    else:
+        stays += sum(map(sum, kept))
+    return token * stays, token * at_work, waiting
 
 
 def _recurrent(model: nn.Module, hidden_size: int) -> Iterator[tuple[int, float]]:
@@ -412,8 +467,8 @@ def _attention_scores(config: Any, settings: FsdpSettings, tokens: int) -> int:
     )
 
 
-def _kept(layer: Any) -> int:
-    """Values a token that a block of today's kind keeps for backward.
+def _kept(layer: Any) -> list[int]:
+    """Values a token of each tensor that a block of today's kind keeps for backward.
 
     Inputs, norms and their factors, rotated queries and keys, the attention's output; gate, up
     and their products in the MLP. The factor for copies in fp32 is from measurement.
@@ -425,7 +480,7 @@ def _kept(layer: Any) -> int:
         layer, "intermediate_size", None
     )
     inner = inner or 4 * hidden
-    return 8 * hidden + 4 * attended + 4 * inner * (experts_per_token(layer) or 1)
+    return 8 * [hidden] + 4 * [attended] + 4 * [inner * (experts_per_token(layer) or 1)]
 
 
 def _adapter_parameters(model: nn.Module, rank: int) -> int:

@@ -98,6 +98,9 @@ def test_a_checkpointed_block_keeps_its_input_or_what_is_dear(
     assert 1.2 * least < selected < 0.8 * every
     # What is offloaded is in no one else's hands.
     assert _kept(monkeypatch, activation_offloading=True) < every / 3
+    # But for what a policy stores: torch does so past the hooks that offload.
+    stored = _kept(monkeypatch, gradient_checkpointing="selective", activation_offloading=True)
+    assert stored > selected - least
 
 
 def test_products_that_are_written_over_are_not_selected() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen3Config
 
+from support.trainer.learners import build
 from support.trainer.row_samples import VOCABULARY, rows, tiny_model
+from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import logprobs, make
 from tracegrad.host_memory import free_cgroup_memory
-from tracegrad_trainer.batches import micro_batch
+from tracegrad_trainer.batches import micro_batch, pack
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSettings
 from tracegrad_trainer.engine.model import memory
 from tracegrad_trainer.engine.model.hf_config import transformer_blocks
@@ -67,7 +73,9 @@ def test_what_fits_is_said_with_its_figures(large: Path) -> None:
     found = asked(large, FsdpSettings(device="cpu", gradient_checkpointing=True), free=250 * GIB)
     assert found.state == 16 * found.parameters
     assert found.copied == 12 * found.parameters
-    assert found.whole == 0
+    # One rank gathers too: the embeddings, the head and two of the 36 blocks, in float32.
+    root = 2 * 151_936 * 4096 + 4096
+    assert found.whole == 4 * (root + 2 * (found.parameters - root) // 36)
     assert 0 < found.activations < 10 * GIB
 
 
@@ -164,6 +172,55 @@ class _Inside:
         self.now = now
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_takes_what_was_estimated(
+    tmp_path: Path, one_rank: None, dtype: Literal["float32", "bfloat16"]
+) -> None:
+    """Beside weights and moments, of a model with a large head: measured, on one rank. Without what
+    backward begins with it would be half as much again."""
+    sizes = tiny_sizes(4000, head_dim=64) | {"hidden_size": 256, "intermediate_size": 512}
+    config = Qwen3Config(**sizes, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    given: Any = {"compute_dtype": dtype, "gradient_checkpointing": True}
+    learner = build(tmp_path, fsdp=given)
+    [batches] = pack(rows(8), ranks=1, budget=150)
+    learner.train(batches, version=3)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        learner.train(batches, version=3)
+    profiler: Any = seen.profiler
+    events = profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    estimate = memory.estimate_memory(
+        memory.meta_model(tmp_path),
+        FsdpSettings(device="cpu", **given),
+        ranks=1,
+        tokens=max(batch.tokens for batch in batches),
+    )
+    expected = estimate.on_device - estimate.state + estimate.gradients
+    assert max(accumulate(changes)) == pytest.approx(expected, rel=0.2)
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it(
+    large: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By powers of two: each shard, each gradient, and each activation."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [memory._pinned(size) for size in (0, 1, 4096, 4097)] == [0, 1, 4096, 8192]
+    given: Any = {"compute_dtype": "bfloat16", "gradient_checkpointing": True}
+    settings = FsdpSettings(
+        device="cuda", cpu_offload=True, activation_offloading=True, replicas=2, **given
+    )
+    model = memory.meta_model(large)
+    found = memory.estimate_memory(model, settings, ranks=16, tokens=1000)
+    assert found.waiting == 36 * 2**23  # 1000 x 4096 x 2 bytes
+    shards = [4 * parameter.numel() // 8 for parameter in model.parameters()]
+    taken = sum(2 ** math.ceil(math.log2(shard)) for shard in shards)
+    assert found.gradients == taken > 1.2 * sum(shards)
+    assert found.state == 2 * taken + 2 * sum(shards)
+    here = settings.model_copy(update={"device": "cpu"})
+    assert memory.estimate_memory(model, here, ranks=16, tokens=1000).gradients == sum(shards)
+
+
 def test_a_tokenizer_of_another_model_is_refused(folder: Path) -> None:
     asked(folder, vocabulary=VOCABULARY)
     with pytest.raises(ValueError, match=f"tokenizer has 62 tokens, the model embeds {VOCABULARY}"):
@@ -256,11 +313,11 @@ def test_an_offloaded_model_still_needs_the_host_s_memory_on_a_cpu(large: Path) 
     [
         # Twelve bytes a parameter, for eight ranks' copies of an eighth each.
         ({}, 92, r"a rank: a checkpoint's copy 11\.4 GiB, loading 0\.6 GiB"),
-        # And sixteen that are never on the GPU.
+        # And sixteen that are never on the GPU, half of them pinned.
         (
             {"cpu_offload": True},
-            214,
-            r"a rank: offloaded weights, .* 15\.3 GiB, a checkpoint's copy",
+            234,
+            r"a rank: offloaded weights, .* 17\.8 GiB, a checkpoint's copy",
         ),
     ],
     ids=["plain", "offloaded"],
@@ -339,3 +396,18 @@ def test_offloaded_activations_wait_in_the_hosts_memory(large: Path) -> None:
     assert moved.on_host == kept.on_host + kept.activations
     assert "offloaded activations" in moved.of_host
     assert "offloaded activations" not in kept.of_host
+
+
+def test_of_what_a_selective_policy_keeps_nothing_waits_in_the_hosts_memory(large: Path) -> None:
+    model = memory.meta_model(large)
+    plain, selective = (
+        memory.estimate_memory(
+            model,
+            FsdpSettings(device="cpu", activation_offloading=True, gradient_checkpointing=kind),
+            ranks=1,
+            tokens=1000,
+        )
+        for kind in (True, "selective")
+    )
+    assert selective.waiting == plain.waiting == 36 * 1000 * 4096 * 4
+    assert selective.activations > 3 * plain.activations
