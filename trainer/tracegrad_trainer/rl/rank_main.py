@@ -130,7 +130,9 @@ def _last_words(error: Exception) -> str:
     if isinstance(error, RankZeroError):
         return ""
     if isinstance(error, torch.OutOfMemoryError):
-        return f"{str(error).split('.')[0]}; {_MORE_ROOM}"
+        # What failed, how much was asked for, and how much there is and was free.
+        figures = ". ".join(str(error).split(". ")[:3]).rstrip(".")
+        return f"{figures}; {_MORE_ROOM}"
     return str(error)
 
 

@@ -82,11 +82,17 @@ def test_lines_that_only_look_like_an_error_are_none() -> None:
 @pytest.mark.usefixtures("_rank_without_a_parent")
 def test_a_rank_without_memory_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
     def work(stack: ExitStack, stop: StopFlag) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.15 GiB"
+            " of which 1.31 GiB is free. Process 7 has 63.20 GiB memory in use. Of the allocated"
+        )
 
     said: list[str] = []
     assert run_as_rank(work, failed=said.append) == 1
-    assert said[0].startswith("CUDA out of memory; try fsdp.gradient_checkpointing = true")
+    assert said[0].startswith(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9.15 GiB of"
+        " which 1.31 GiB is free; try fsdp.gradient_checkpointing = true"
+    )
     [line] = traceback_errors(capsys.readouterr().err.splitlines())
     assert line == f"OutOfMemoryError: {said[0]}"
 
