@@ -6,13 +6,15 @@ import os
 from typing import Any
 
 import httpx
+from torch import nn
 
 from tracegrad.store import Store
 from tracegrad.store.read.rollouts import count_untrained
 from tracegrad.turn_tree import common_prefix
 from tracegrad_trainer.config.trainer import TrainerSettings, merged_reason
 from tracegrad_trainer.config.vllm import asked_quantization
-from tracegrad_trainer.engine.attention.dispatch import choose_attention
+from tracegrad_trainer.engine.attention.dispatch import OURS, VARLEN, choose_attention
+from tracegrad_trainer.engine.config import FsdpSettings
 from tracegrad_trainer.engine.distributed import (
     check_replicas,
     compute_dtype,
@@ -20,7 +22,9 @@ from tracegrad_trainer.engine.distributed import (
     pick_device,
 )
 from tracegrad_trainer.engine.model import memory
+from tracegrad_trainer.engine.model.compile import check_triton
 from tracegrad_trainer.engine.model.context_trial import check_heads
+from tracegrad_trainer.engine.model.hf_config import layer_configs, score_transforms
 from tracegrad_trainer.engine.model.parallelize import prepare_model
 from tracegrad_trainer.engine.model.reference import reference_layout
 from tracegrad_trainer.engine.model.sharded_load import empty_model
@@ -100,8 +104,25 @@ def check_layout(settings: TrainerSettings) -> None:
     for folder, fsdp in laid_out:
         attention = choose_attention(fsdp, pick_device(fsdp))
         model = prepare_model(empty_model(folder, attention), fsdp)
+        trees = settings.batches.shared_prefix == "tree"
+        if pick_device(fsdp).type == "cuda" and (what := needs_triton(model, fsdp, trees=trees)):
+            check_triton(what)
         if fsdp.context_ranks > 1:
             check_heads(model, fsdp.context_ranks)
+
+
+def needs_triton(model: nn.Module, fsdp: FsdpSettings, *, trees: bool) -> str | None:
+    """What of a run on a GPU has kernels that Triton compiles; None: nothing."""
+    config: Any = model.config
+    name = config._attn_implementation
+    if fsdp.compile:
+        return "fsdp.compile = true"
+    if trees and name in OURS.values():
+        return "batches.shared_prefix = 'tree'"
+    forms = (form for layer in layer_configs(config) for form in score_transforms(layer))
+    if name == VARLEN and not all(form.plain for form in forms):
+        return f"the attention of {type(model).__name__} (soft caps or sinks)"
+    return None
 
 
 def check_store_has_groups(settings: TrainerSettings, store: Store) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from support.trainer.step_samples import trainer_settings
 from support.trainer.tiny_models import CONFIGS
 from tracegrad_trainer.config.trainer import TrainerSettings
+from tracegrad_trainer.engine.model import compile as compiled
 from tracegrad_trainer.rl import preflight
-from tracegrad_trainer.rl.preflight import check_memory
+from tracegrad_trainer.rl.preflight import check_layout, check_memory
 
 
 def folder_of(kind: str, folder: Path) -> Path:
@@ -76,3 +79,36 @@ def test_no_weights_are_read_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     check_memory(settings(tmp_path, "qwen3", {}))
     assert all(parameter.is_meta for parameter in made[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "fsdp", "batches", "said"),
+    [
+        ("gemma2", {}, {}, r"the attention of Gemma2ForCausalLM \(soft caps or sinks\) needs"),
+        ("gpt_oss", {}, {}, "the attention of GptOssForCausalLM"),
+        ("qwen3", {}, {"shared_prefix": "tree"}, r"batches\.shared_prefix = 'tree' needs"),
+        ("qwen3", {"compile": True}, {}, r"fsdp\.compile = true needs"),
+        ("qwen3", {}, {}, None),
+        ("gemma2", {"attention": "packed"}, {}, None),
+    ],
+)
+def test_kernels_that_are_compiled_need_a_compiler(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fsdp: dict[str, Any],
+    batches: dict[str, str],
+    said: str | None,
+) -> None:
+    """Not in the first step, on a GPU, but at the start."""
+    asked = settings(tmp_path, kind, fsdp | {"compute_dtype": "bfloat16"}, batches=batches)
+    monkeypatch.setattr(preflight, "pick_device", lambda _: torch.device("cuda"))
+    check_layout(asked)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: name == "g++" or None)
+    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda *_: str(tmp_path))
+    lacks = rf"a C compiler \(gcc or clang\) and Python's headers \({tmp_path}/Python\.h\) on"
+    with nullcontext() if said is None else pytest.raises(ValueError, match=f"{said}.*{lacks}"):
+        check_layout(asked)
+    monkeypatch.setattr(preflight, "pick_device", lambda _: torch.device("cpu"))
+    if not {"attention", "compile"} & fsdp.keys():
+        check_layout(asked)

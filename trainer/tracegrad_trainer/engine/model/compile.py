@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,9 +39,28 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def check_compiler() -> None:
-    """Raises ValueError: what torch.compile generates cannot be built here."""
+    """Raises ValueError: what torch.compile generates for a CPU cannot be built here."""
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         raise ValueError(
             "fsdp.compile = true needs a C++ compiler: install g++ (Debian: apt-get install g++),"
             " or leave it out"
+        )
+
+
+def check_triton(what: str) -> None:
+    """Raises ValueError: what Triton starts its kernels with cannot be built here; `what` needs
+    them."""
+    compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    scheme = sysconfig.get_default_scheme()
+    # As Triton looks for it: Debian's local scheme has no headers.
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    headers = Path(sysconfig.get_path("include", scheme))
+    lacks = [] if any(map(shutil.which, compilers)) else ["a C compiler (gcc or clang)"]
+    if not (headers / "Python.h").is_file():
+        lacks.append(f"Python's headers ({headers / 'Python.h'})")
+    if lacks:
+        version = sysconfig.get_python_version()
+        raise ValueError(
+            f"{what} needs {' and '.join(lacks)} on a GPU: install them (Debian: apt-get install"
+            f" gcc python{version}-dev)"
         )
