@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tracegrad_trainer.engine.attention.dispatch import RowAttention
 from tracegrad_trainer.engine.attention.masked import (
@@ -32,7 +32,7 @@ from tracegrad_trainer.engine.attention.masked import (
     ScoreTransform,
     Values,
 )
-from tracegrad_trainer.engine.distributed import not_divisible
+from tracegrad_trainer.engine.distributed import new_mesh, not_divisible
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +54,7 @@ class ContextParallel:
         if problem := not_divisible(ranks.size(), "context_parallel", size):
             raise ValueError(problem)
         shape = (ranks.size() // size, size)
-        return cls(init_device_mesh(ranks.device_type, shape, mesh_dim_names=("data", "context")))
+        return cls(new_mesh(ranks, shape, ("data", "context")))
 
     @property
     def data(self) -> DeviceMesh:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tracegrad_trainer.engine.config import FsdpSettings
 
@@ -63,6 +65,12 @@ def take_peak_memory(device: torch.device) -> int | None:
     return peak
 
 
+def release_cached_memory(device: torch.device) -> None:
+    """What tensors took of a GPU and nothing has now: others may take it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     """Join the process group (torchrun's environment; alone without it) -> mesh of one axis."""
     device = pick_device(settings)
@@ -80,6 +88,23 @@ def init_process_group(settings: FsdpSettings) -> DeviceMesh:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
     return init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+def group_timeout() -> timedelta | None:
+    """`fsdp.timeout_s`, as the group of all ranks has it; torch gives other groups half an hour.
+    None: the backend knows none."""
+    assert dist.group.WORLD is not None
+    options: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options
+    return None if options is None else options._timeout
+
+
+def new_mesh(ranks: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks over other axes, whose groups have the same timeout. A collective."""
+    mesh = init_device_mesh(ranks.device_type, shape, mesh_dim_names=names)
+    if (timeout := group_timeout()) is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)
+    return mesh
 
 
 def not_divisible(ranks: int, field: str, size: int) -> str | None:
@@ -103,7 +128,7 @@ def sharding_mesh(ranks: DeviceMesh, replicas: int) -> DeviceMesh:
         return ranks
     check_replicas(ranks.size(), replicas)
     shape = (replicas, ranks.size() // replicas)
-    return init_device_mesh(ranks.device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return new_mesh(ranks, shape, ("replicate", "shard"))
 
 
 def check_replicas(ranks: int, replicas: int) -> None:

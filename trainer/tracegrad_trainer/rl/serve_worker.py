@@ -7,6 +7,7 @@ their checkpoint is being written, let rank 0 commit the step with its turns, ag
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from tracegrad_trainer.utils.subprocesses import is_responding
 
 # Run with -m, where __name__ is "__main__".
 logger = logging.getLogger("tracegrad_trainer.rl.serve_worker")
+# For so long the other ranks wait in one collective for what must answer.
+PATIENCE_S = 5.0
 
 
 class ServeWorker:
@@ -101,7 +104,8 @@ class ServeWorker:
         training = self.training
         run_on_rank_zero(self._act_before_start)
         training.resume()
-        run_on_rank_zero(self._check_endpoints)
+        while not run_on_rank_zero(self._check_endpoints):
+            pass  # vLLM may take longer to start than a collective may last
         training.watch.lap("start")
         if self.control is not None and self.publisher.pusher is not None:
             self.control.start(self.publisher.pusher)
@@ -127,18 +131,25 @@ class ServeWorker:
         if stepped:
             self.training.report_served(stepped=True)
 
-    def _check_endpoints(self) -> None:
-        """Once they answer: whether they are what we train for. Raises ValueError."""
-        self._await_endpoints()
+    def _check_endpoints(self) -> bool:
+        """Once they answer: whether they are what we train for; False: they do not yet.
+
+        Raises:
+            ValueError: they are not.
+        """
+        if not self._await_endpoints(PATIENCE_S):
+            return False
         if not self.stopping():
             vllm = self.settings.vllm
             check_engines(vllm.urls, vllm, "vllm.urls")
             check_engines(self.settings.push.engines, vllm)
             check_served_tokenizer(self.settings)
+        return True
 
-    def _await_endpoints(self) -> None:
+    def _await_endpoints(self, patience_s: float = math.inf) -> bool:
         """Until vLLM and the proxy answer; `trainer serve` starts them again, and ends us if they
-        cannot."""
+        cannot. False: they did not for so long."""
+        deadline = time.monotonic() + patience_s
         first, *others = self.settings.engine_urls
         ours = first if self.settings.vllm.is_attached else "vLLM"
         probes = {
@@ -151,7 +162,10 @@ class ServeWorker:
             if not missing:
                 break
             self.training.report_stage(f"waiting for {' and '.join(missing)}")
+            if time.monotonic() > deadline:
+                return False
             time.sleep(0.2)
+        return True
 
     def _publish(self) -> None:
         """Push and verify; a failed push is loud, leaves the old version, and may not recur.

@@ -28,7 +28,11 @@ from tracegrad_trainer.engine import (
     load_checkpoint,
     train_batch,
 )
-from tracegrad_trainer.engine.distributed import compute_dtype, take_peak_memory
+from tracegrad_trainer.engine.distributed import (
+    compute_dtype,
+    release_cached_memory,
+    take_peak_memory,
+)
 from tracegrad_trainer.engine.peak_flops import peak_flops, throughput_metrics
 from tracegrad_trainer.engine.random_state import seed_all
 from tracegrad_trainer.engine.step.optimizer import clear_momentum
@@ -150,6 +154,8 @@ class TrainLoop:
                 # ten steps more, whatever the rewards are now.
                 clear_momentum(self.learner.optimizer)
             self._momentum_cleared = point.rolled_back
+        # Of loading, and of forwards that tried the model: a vLLM may start beside it.
+        release_cached_memory(self.learner.device)
         self.step, self.version = point.step, point.version
         self._report_hold(False)
         self.report_stage("starting", begins=describe_resume(point, self.settings))

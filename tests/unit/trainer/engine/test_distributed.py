@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from support.trainer.ranks import run_on_ranks
 from support.trainer.row_samples import rows
 from support.trainer.stand_in_ranks import as_rank
+from support.trainer.timeout_ranks import every_group_waits
 from tracegrad_trainer.batches import PackingRule
 from tracegrad_trainer.engine.config import OptimSettings
 from tracegrad_trainer.engine.context_parallel import ContextParallel
@@ -145,3 +148,8 @@ def test_a_rank_that_failed_waits_for_no_other(
 
 def test_backends_are_named_as_a_failed_rank_looks_for_them(one_rank: None) -> None:
     assert "gloo" in dist.get_backend_config()
+
+
+def test_every_group_waits_for_as_long_as_is_set(tmp_path: Path) -> None:
+    """torch gives groups beside that of all ranks half an hour."""
+    run_on_ranks(every_group_waits, 2, 77.0, tmp_path)

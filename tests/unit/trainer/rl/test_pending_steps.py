@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sqlalchemy import update
 
 from support.trainer.kill_runs import made
@@ -22,11 +23,12 @@ from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.engine import CheckpointError, list_checkpoints
 from tracegrad_trainer.engine.checkpoint.manifest import checkpoint_step
 from tracegrad_trainer.engine.config import CheckpointSettings
+from tracegrad_trainer.engine.distributed import release_cached_memory
 from tracegrad_trainer.launch.run_state import read_state
 from tracegrad_trainer.metrics import MetricSinks
 from tracegrad_trainer.replay.load import ReplayError, list_candidates
 from tracegrad_trainer.replay.replay import ReplayRequest, replay
-from tracegrad_trainer.rl import pending_steps
+from tracegrad_trainer.rl import pending_steps, train_loop
 from tracegrad_trainer.rl.committed_checkpoint import resume_checkpoint
 from tracegrad_trainer.rl.coordinator import RolloutSupply
 from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps, checkpoint_is_due
@@ -66,6 +68,20 @@ def steps_of(settings: TrainerSettings) -> list[StepRecord]:
 
 def saved(settings: TrainerSettings) -> list[int]:
     return [checkpoint_step(one) for one in list_checkpoints(settings.checkpoints)]
+
+
+def test_what_a_start_took_of_a_gpu_for_a_while_is_there_for_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[object] = []
+    monkeypatch.setattr(train_loop, "release_cached_memory", released.append)
+    with training(settings_of(tmp_path), 0) as loop:
+        assert released == [loop.learner.device]
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("back"))
+    for kind in ("cpu", "cuda"):
+        release_cached_memory(torch.device(kind))
+    assert given == ["back"]
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,45 @@ def test_a_push_that_a_rollback_overtook_has_not_failed() -> None:
         run.push(1)
     assert run.states()[-2:] == [(1, "pushing"), (1, "superseded")]
     assert (run.kept, run.commits) == ([0], 0)
+
+
+def test_no_collective_lasts_until_vllm_has_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks wait in it, and `fsdp.timeout_s` is over before a large model is loaded."""
+    seconds, answers, asked = 0.0, iter([False] * 20 + [True] * 2), []
+
+    def sleep(count: float) -> None:
+        nonlocal seconds
+        seconds += count + 1
+
+    def on_rank_zero(work: Any) -> Any:
+        before = seconds
+        try:
+            return work()
+        finally:
+            asked.append(seconds - before)
+
+    monkeypatch.setattr(serve_worker, "run_on_rank_zero", on_rank_zero)
+    monkeypatch.setattr(serve_worker, "is_responding", lambda *_: next(answers))
+    clock = SimpleNamespace(monotonic=lambda: seconds, sleep=sleep)
+    monkeypatch.setattr(serve_worker, "time", clock)
+    for name in ("check_engines", "check_served_tokenizer"):
+        monkeypatch.setattr(serve_worker, name, lambda *_: None)
+    run = Run()
+    worker = run.worker
+    del worker._await_endpoints
+    worker.stopping = lambda: False
+    run.training.resume = lambda: None
+    run.training.next_action = lambda: "stop"
+    run.training.report_served = lambda **_: None
+    run.training.end_intake = lambda: None
+    worker.settings = SimpleNamespace(  # type: ignore[assignment]
+        engine_urls=["http://a"],
+        url="http://b",
+        vllm=SimpleNamespace(is_attached=False, urls=()),
+        push=SimpleNamespace(engines=()),
+    )
+    monkeypatch.setattr(worker, "_publish", lambda: None)
+    worker.control = None
+    worker._run()
+    assert seconds > 10
+    assert max(asked) <= serve_worker.PATIENCE_S + 1.2

@@ -39,6 +39,7 @@ from tracegrad_trainer.engine.checkpoint.manifest import (
     verify_contents,
     write_manifest,
 )
+from tracegrad_trainer.engine.distributed import group_timeout
 from tracegrad_trainer.engine.step.learner import Learner
 from tracegrad_trainer.engine.step.optimizer import set_implementation
 
@@ -51,7 +52,7 @@ class CheckpointSaver:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._group: Any = dist.new_group(backend="gloo")
+        self._group: Any = dist.new_group(backend="gloo", timeout=group_timeout())
         self._first = dist.get_rank() == 0
         self._stager = DefaultStager(_copies())
         self._writing: threading.Thread | None = None
