@@ -24,6 +24,9 @@ from tracegrad_trainer.engine.attention.visibility import TokenVisibility
 # Of compiled flex attention: heads narrower than this it refuses; and graphs of it.
 _NARROWEST_HEAD = 16
 _GRAPHS = 64
+# For packs under 128 tokens torch would take its kernel for decoding, which has no form for more
+# than 128 queries, those of all heads of a group counted ("No choices exist for backend").
+_KERNEL = {"BACKEND": "TRITON"}
 
 
 def takes_heads(query: Tensor, value: Tensor) -> bool:
@@ -76,6 +79,7 @@ def _flex(
         block_mask=block_mask,
         scale=scores.scale,
         enable_gqa=key.shape[1] != query.shape[1],
+        kernel_options=_KERNEL,
         **({} if scores.sinks is None else {"return_aux": AuxRequest(lse=True)}),
     )
     if scores.sinks is None:
@@ -93,4 +97,6 @@ def _compiled() -> Any:
     # for each window, cap, head's width, with and without gradient, for short and long packs.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS)
-    return torch.compile(flex_attention, dynamic=True)
+    # A cap that is a variable of the graph has no backward: dynamo would leave it uncompiled.
+    dynamo.specialize_float = True
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)

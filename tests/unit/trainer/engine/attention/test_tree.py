@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_op
+from torch._inductor.kernel.flex.flex_attention import _sanitize_kernel_options_for_triton
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import flex_attention
 
 from support.trainer.batch_samples import Rollout, source_of
 from support.trainer.forward_checks import agree, gradients
@@ -172,16 +176,23 @@ def test_trees_within_a_window_are_refused_where_there_is_one_mask_for_all() -> 
         to_inputs(batches()[0], model, CPU)
 
 
-@pytest.fixture
-def _traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@contextmanager
+def compiled_by(backend: Any) -> Iterator[None]:
     """Compiled as far as the graph: on a CPU the rest is not all there."""
-    compiled = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(flex.torch, "compile", compiled)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex.torch, "compile", functools.partial(torch.compile, backend=backend))
+        flex._compiled.cache_clear()
+        torch._dynamo.reset()
+        counters.clear()
+        yield
     flex._compiled.cache_clear()
     torch._dynamo.reset()
-    yield
-    flex._compiled.cache_clear()
-    torch._dynamo.reset()
+
+
+@pytest.fixture
+def _traced() -> Iterator[None]:
+    with compiled_by("eager"):
+        yield
 
 
 @pytest.mark.usefixtures("_traced")
@@ -189,7 +200,6 @@ def test_every_form_of_scores_is_compiled_and_packs_of_any_size_share_it() -> No
     """Beyond dynamo's own limit of eight graphs attention would write out all scores."""
     forms = [ScoreTransform(window=w, softcap=c, scale=s) for w, c, s in product(*_FORMS)]
     graphs = []
-    counters.clear()
     for tokens in (100, 300, 90, 470):  # of one block, of several
         ends, depth = np.full(tokens, tokens), np.arange(tokens)
         tree = TreeRowAttention(ends, depth, [tokens])
@@ -203,6 +213,46 @@ def test_every_form_of_scores_is_compiled_and_packs_of_any_size_share_it() -> No
 
 # Windows, caps, scales.
 _FORMS = ((None, 4), (None, 2.0), (None, 0.5))
+
+
+def attend_with_gradients(attend: Any, scores: ScoreTransform) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, 120, 16) for heads in (4, 2, 2)]
+    given = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    out = attend(*given, scores)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), given)
+
+
+@pytest.mark.parametrize("scores", [ScoreTransform(softcap=2.0, window=4), ScoreTransform()])
+def test_backward_is_compiled_too(scores: ScoreTransform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of a graph that torch cannot compile writes out all scores, and says nothing."""
+    # On a CPU only the kernel of the backward is missing.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    tree = TreeRowAttention(np.full(120, 120), np.arange(120), [120])
+    expected = attend_with_gradients(tree.exact, scores)
+    with compiled_by("aot_eager"):
+        found = attend_with_gradients(tree.flex.attend, scores)
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not counters["graph_break"]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_short_packs_do_not_go_to_the_kernel_for_decoding() -> None:
+    """Of 120 tokens, by two heads of a group, it has none: a query's block would be 256."""
+    chosen = []
+
+    def look(graph: torch.fx.GraphModule, _: object) -> Any:
+        (node,) = [n for n in graph.graph.nodes if n.target is flex_attention_op]
+        options: Any = node.args[6]
+        chosen.append(_sanitize_kernel_options_for_triton(options)[1])
+        return graph.forward
+
+    tree = TreeRowAttention(np.full(120, 120), np.arange(120), [120])
+    q, k = torch.randn(1, 4, 120, 16), torch.randn(1, 2, 120, 16)
+    with compiled_by(look), torch.no_grad():
+        tree.flex.attend(q, k, k, ScoreTransform())
+    assert chosen == ["TRITON"]  # AUTO may choose, by `_use_flex_decoding`
 
 
 @pytest.mark.parametrize(("width", "kernel"), [(16, "flex"), (8, "exact")])
