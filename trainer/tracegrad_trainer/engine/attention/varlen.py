@@ -5,8 +5,10 @@ The rows stay where they are in the pack; the kernel gets where each begins.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ from tracegrad_trainer.engine.attention.visibility import TokenVisibility
 
 # The flash kernels' widest head; they also want a multiple of 8.
 _WIDEST_HEAD = 256
+# torch 2.11 hands fewer heads of keys than of queries to the kernel without being told.
+_ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 class VarlenRowAttention:
@@ -51,10 +55,10 @@ class VarlenRowAttention:
         if before >= self.longest:
             before = -1  # with which the kernel knows that it is plainly causal
         places = (self.starts, self.starts, self.longest, self.longest)  # of queries, of keys
-        gqa = k.shape[1] != q.shape[1]
-        out = varlen_attn(
-            q, k, v, *places, scale=scores.scale, window_size=(before, 0), enable_gqa=gqa
-        )
+        gqa: dict[str, Any] = {}
+        if k.shape[1] != q.shape[1] and _ASKS_FOR_GROUPS:
+            gqa["enable_gqa"] = True
+        out = varlen_attn(q, k, v, *places, scale=scores.scale, window_size=(before, 0), **gqa)
         assert isinstance(out, Tensor)
         return out[None]
 

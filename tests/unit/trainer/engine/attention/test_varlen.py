@@ -91,3 +91,19 @@ def test_torch_takes_the_call_as_it_is_made() -> None:
     q = torch.empty(1, 4, 8, 16, dtype=torch.bfloat16, device="meta")
     kv = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
     assert rows.attend(q, kv, kv, ScoreTransform(window=2)).shape == (1, 8, 4, 16)
+
+
+def test_a_torch_that_does_not_ask_for_groups_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.11, whose kernel takes them as they come."""
+    calls = []
+
+    def before_2_12(*args: Any, scale: float | None, window_size: tuple[int, int]) -> Tensor:
+        calls.append([x.shape[1] for x in args[:3]])
+        return torch.empty_like(args[0])
+
+    monkeypatch.setattr(varlen, "varlen_attn", before_2_12)
+    monkeypatch.setattr(varlen, "_ASKS_FOR_GROUPS", False)
+    rows = varlen.VarlenRowAttention([3, 5], "cpu")
+    q, kv = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
+    rows.attend(q, kv, kv, ScoreTransform())
+    assert calls == [[4, 2, 2]]
