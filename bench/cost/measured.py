@@ -64,8 +64,7 @@ def sizes(tiny: bool) -> list[Size]:
 
 
 def measure(size: Size, folder: Path, *, tiny: bool) -> Measured:
-    with torch.device("meta"):
-        shapes = Shapes.of(random_model(size, "sdpa"))
+    shapes = Shapes.of(random_model(size, "sdpa", "meta"))
     machine = Machine(torch.device("cpu"), tiny, folder)
     (batches,) = pack(
         random_rows(size.rows, size.config["vocab_size"]), ranks=1, budget=size.budget

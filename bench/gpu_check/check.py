@@ -35,8 +35,7 @@ class Machine:
             torch.cuda.synchronize(self.device)
 
     def describe(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU"
-        return f"{name}, torch {torch.__version__}"
+        return torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,14 @@ class Check:
     name: str
     seconds: int
     run: Callable[[Machine], Finding]
+    needs_vllm: bool = False
 
 
 def judged(right: bool, said: str, header: tuple[str, ...], rows: list[list[str]]) -> Finding:
     return Finding(verdict="right" if right else "wrong", said=said, header=header, rows=rows)
+
+
+def in_a_line(error: Exception) -> str:
+    """What a row failed of, for its cell: the other rows are worth having."""
+    words = " ".join(str(error).split()).replace("|", "/")
+    return f"{type(error).__name__}: {words}"[:160]

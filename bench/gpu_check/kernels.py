@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_check.check import Finding, Machine, judged
+from bench.gpu_check.check import Finding, Machine, in_a_line, judged
 from tracegrad_trainer.engine.attention.dispatch import RowAttention
 from tracegrad_trainer.engine.attention.masked import ScoreTransform
 from tracegrad_trainer.engine.attention.packed import PackedRowAttention
@@ -29,14 +30,21 @@ _FORMS = {
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How far a kernel is off, as a share of the largest entry; of output and gradients."""
+    """How far a kernel is off, as a share of the largest entry; of output and gradients. `error`:
+    why nobody knows."""
 
     name: str
-    output: float
-    gradients: float
+    output: float = math.inf
+    gradients: float = math.inf
+    error: str = ""
 
     def within(self, dtype: torch.dtype) -> bool:
         return max(self.output, self.gradients) <= BOUND[dtype]
+
+    def row(self) -> list[str]:
+        if self.error:
+            return [self.name, self.error, ""]
+        return [self.name, f"{self.output:.1e}", f"{self.gradients:.1e}"]
 
 
 def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
@@ -50,11 +58,15 @@ def kernels(device: torch.device, dtype: torch.dtype) -> list[Kernel]:
     ]
     if device.type == "cuda":
         tried.append(("varlen", VarlenRowAttention(lengths, device), plain))
-    return [
-        _compare(", ".join(filter(None, (name, form))), rows, exact, scores, device, dtype)
-        for name, rows, exact in tried
-        for form, scores in _FORMS.items()
-    ]
+    found = []
+    for kind, rows, exact in tried:
+        for form, scores in _FORMS.items():
+            name = ", ".join(filter(None, (kind, form)))
+            try:
+                found.append(_compare(name, rows, exact, scores, device, dtype))
+            except Exception as error:
+                found.append(Kernel(name, error=in_a_line(error)))
+    return found
 
 
 def _compare(
@@ -109,7 +121,7 @@ def _depths() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 def check(machine: Machine) -> Finding:
     found = kernels(machine.device, torch.bfloat16)
-    rows = [[one.name, f"{one.output:.1e}", f"{one.gradients:.1e}"] for one in found]
+    rows = [one.row() for one in found]
     wrong = [one.name for one in found if not one.within(torch.bfloat16)]
     said = f"{len(found)} forms of attention" + (f", wrong: {'; '.join(wrong)}" if wrong else "")
     return judged(not wrong, said, ("attention", "output off", "gradients off"), rows)

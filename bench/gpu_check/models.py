@@ -66,11 +66,13 @@ TINY = Size(
 )
 
 
-def random_model(size: Size, attention: str) -> nn.Module:
+def random_model(size: Size, attention: str, device: torch.device | str = "cpu") -> nn.Module:
+    """Drawn where it will be: on a host a billion numbers take longer than the steps."""
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(
-        size.config_of(), dtype=torch.float32, attn_implementation=attention
-    )
+    with torch.device(device):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            size.config_of(), dtype=torch.float32, attn_implementation=attention
+        )
     return model
 
 
@@ -81,12 +83,14 @@ def random_rows(lengths: Sequence[int], vocabulary: int) -> list[Row]:
     for i, tokens in enumerate(lengths):
         mask = np.arange(tokens) > 0
         zeros = np.zeros(tokens, np.float32)
+        # Near what a random model says: further off every ratio to it is at its bound.
+        uniform = np.full(tokens, -np.log(vocabulary), np.float32)
         made.append(
             Row(
                 input_ids=rng.integers(0, vocabulary, tokens).astype(np.int32),
                 loss_mask=mask,
                 keep=mask,
-                rollout_logprobs=zeros - 10,
+                rollout_logprobs=uniform,
                 policy_version=np.where(mask, 0, -1).astype(np.int32),
                 turn_index=np.where(mask, 0, -1).astype(np.int32),
                 temperature=zeros + 1,

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -25,6 +26,8 @@ from tracegrad_trainer.launch.run_state import read_state
 # A GPU makes a step in tens of milliseconds: some must be left when it is killed.
 STEPS, TINY_STEPS, KILLED_AT = 20, 6, 2
 BOUND = 1e-3
+# Lost weights change all three; lost moments, or a wrong step number, those of later steps.
+_COMPARED = ("loss", "entropy", "grad_norm")
 # Between two steps, or a start and the first: the CPU seconds that a run may use, which a slow
 # machine uses no more of, and the seconds in which it may use none.
 STEP_CPU_S, STILL_S = 600.0, 180.0
@@ -40,21 +43,32 @@ def check(machine: Machine) -> Finding:
         _fill(state, steps)
     _finish(_run(machine, root, whole, steps), whole)
     first = _run(machine, root, killed, steps)
-    cut_short = any(taken >= KILLED_AT for taken in _taken(first, killed))
-    if cut_short:
+    if any(taken >= KILLED_AT for taken in _taken(first, killed)):
         _kill(first, killed)
     first.wait()
     before = len(_steps(killed))
     _finish(_run(machine, root, killed, steps), killed)
-    expected, found = _steps(whole), _steps(killed)
-    rows = [
-        [str(a.step), f"{a.metrics['loss']:.6g}", f"{b.metrics['loss']:.6g}"]
-        for a, b in zip(expected, found, strict=False)
-    ]
-    alike = [abs(float(a) - float(b)) <= BOUND * max(1.0, abs(float(a))) for _, a, b in rows]
-    right = cut_short and len(expected) == len(found) == steps and all(alike)
-    said = f"killed after {before} of {steps} steps; {sum(alike)} of {len(rows)} losses agree"
-    return judged(right, said, ("step", "loss", "loss of the killed run"), rows)
+    expected, found = ([one.metrics for one in _steps(state)] for state in (whole, killed))
+    return judge_resumed(before, steps, expected, found)
+
+
+def judge_resumed(
+    before: int,
+    steps: int,
+    expected: Sequence[Mapping[str, Any]],
+    found: Sequence[Mapping[str, Any]],
+) -> Finding:
+    """Right: it was killed between two steps, and all its steps are those of the whole run."""
+    rows, alike = [], 0
+    for number, (a, b) in enumerate(zip(expected, found, strict=False), 1):
+        pairs = [(float(a[name]), float(b[name])) for name in _COMPARED]
+        alike += all(abs(x - y) <= BOUND * max(1.0, abs(x)) for x, y in pairs)
+        rows.append([str(number), *(f"{value:.6g}" for pair in pairs for value in pair)])
+    cut_short = KILLED_AT <= before < steps
+    right = cut_short and len(expected) == len(found) == steps == alike
+    said = f"killed after {before} of {steps} steps; {alike} of {len(rows)} agree"
+    header = ("step", *(name for one in _COMPARED for name in (one, f"{one} of the killed run")))
+    return judged(right, said, header, rows)
 
 
 def _fill(state: Path, steps: int) -> None:

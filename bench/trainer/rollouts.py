@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from dataclasses import dataclass
 from functools import cached_property
@@ -89,6 +90,8 @@ def _attempt(
         if turns:
             context = context + _tokens(rng, shape.said, vocabulary)
         reply = _tokens(rng, shape.sampled, vocabulary)
+        # Near what a random model says: further off every ratio to it is at its bound.
+        logprobs = rng.normal(-math.log(vocabulary), 0.1, len(reply))
         turns.append(
             Turn(
                 turn_id=f"{rollout_id}.{k}",
@@ -98,7 +101,7 @@ def _attempt(
                 model="m",
                 prompt_token_ids=context,
                 completion_token_ids=reply,
-                completion_logprobs=array("f", rng.normal(-9, 0.1, len(reply)).tolist()),
+                completion_logprobs=array("f", logprobs.tolist()),
                 policy_versions=((VERSION, len(reply)),),
             )
         )

@@ -25,8 +25,7 @@ from tracegrad_trainer.engine import FsdpSettings
 
 @pytest.fixture(scope="module")
 def shapes() -> Shapes:
-    with torch.device("meta"):
-        return Shapes.of(random_model(LARGE, "sdpa"))
+    return Shapes.of(random_model(LARGE, "sdpa", "meta"))
 
 
 def test_shapes_are_the_models(shapes: Shapes) -> None:
@@ -63,8 +62,7 @@ def test_between_nodes_all_gpus_of_a_node_share_the_traffic() -> None:
 
 
 def test_memory_is_the_trainers_own_estimate() -> None:
-    with torch.device("meta"):
-        model = random_model(LARGE, "sdpa")
+    model = random_model(LARGE, "sdpa", "meta")
     fsdp = FsdpSettings(device="cuda", compute_dtype="bfloat16")
     eight, sixteen = (memory_cost(model, fsdp, H100, gpus=n, tokens=4096) for n in (8, 16))
     assert eight.gpu > sixteen.gpu
