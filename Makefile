@@ -63,8 +63,8 @@ bench-scale: install-dev  ## a simulated day of 10,000 agents through the proxy 
 soak: install-dev  ## half an hour of the demo's task with chat traffic in all dialects beside it; writes docs/bench-soak.md
 	@exec $(BIN)/python -m bench.soak
 
-gpu-check: install  ## where a GPU is at hand: kernels, speed, memory, checkpoints, serving; goes on where it stopped; writes docs/gpu-check.md
-	@exec $(BIN)/python -m bench.gpu_check
+gpu-check: install  ## where a GPU is at hand: kernels, speed, memory, checkpoints, serving; goes on where it stopped; writes docs/gpu-check.md (ARGS: options, such as --budget-s 540)
+	@exec $(BIN)/python -m bench.gpu_check $(ARGS)
 
 live: install  ## a chat service learns from late thumbs; an exploit is noticed and undone: three seeds and a control
 	@exec $(BIN)/python -m examples.live

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -10,7 +11,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# What is imported from a checkout that is not installed.
+_SOURCES = (ROOT, ROOT / "sdk", ROOT / "trainer", ROOT / "integrations")
+
 Say = Callable[[str], None]
+
+
+def our_path() -> dict[str, str]:
+    """Variables with which `python -m bench...` is found from any folder, and so are our packages
+    where they are not installed, and whatever this process finds by its own."""
+    others = filter(None, [os.environ.get("PYTHONPATH")])
+    return {"PYTHONPATH": os.pathsep.join([*map(str, _SOURCES), *others])}
 
 
 def parser_of(name: str, description: str | None, *, quick: str) -> argparse.ArgumentParser:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from bench.gpu_check.check import Finding, Machine, judged
-from bench.pages import ROOT
+from bench.pages import our_path
 from tracegrad_trainer.engine import FsdpSettings, destroy_process_group, init_process_group
 from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.launch.torchrun import torchrun_command
@@ -29,9 +29,7 @@ def check(machine: Machine) -> Finding:
     command = torchrun_command(
         ranks, "bench.gpu_check.collectives", machine.fsdp_device, size, str(out)
     )
-    child = ChildProcess(
-        "collectives", command, log=machine.folder / "ranks.log", env={"PYTHONPATH": str(ROOT)}
-    )
+    child = ChildProcess("collectives", command, log=machine.folder / "ranks.log", env=our_path())
     child.start()
     try:
         child.wait_until_ready(out.exists, timeout_s=120)
@@ -40,9 +38,18 @@ def check(machine: Machine) -> Finding:
     finally:
         child.stop()
     found: dict[str, list[float]] = json.loads(out.read_text())
-    rows = [[name, f"{off:.0e}", f"{speed:.1f}"] for name, (off, speed) in found.items()]
+    return judge_collectives(ranks, found)
+
+
+def judge_collectives(ranks: int, found: Mapping[str, Sequence[float]]) -> Finding:
+    """Of one rank the speed is that of a copy, which says nothing."""
+    rows = [
+        [name, f"{off:.0e}", f"{speed:.1f}" if ranks > 1 and speed else "–"]
+        for name, (off, speed) in found.items()
+    ]
     right = all(off == 0 for off, _ in found.values())
-    return judged(right, f"{ranks} ranks", ("collective", "off", "GB/s a rank"), rows)
+    said = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    return judged(right, said, ("collective", "off", "GB/s a rank"), rows)
 
 
 def main(arguments: Sequence[str]) -> int:

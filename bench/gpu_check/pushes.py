@@ -8,14 +8,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.gpu_check.check import Finding, Machine, judged
-from bench.gpu_check.serving import NO_VLLM
 from bench.trainer.served_precision import (
     load_small,
     perturbed,
@@ -40,8 +38,6 @@ HEADER = ("transport", "seconds to load", "median gap", "right push", "first blo
 
 def check(machine: Machine) -> Finding:
     """vLLM is on the first GPU, the pushing process on the last."""
-    if find_spec("vllm") is None:
-        return NO_VLLM
     folder, state = machine.folder / "pushed-model", machine.folder / "pushed-state"
     for left in (folder, state):
         shutil.rmtree(left, ignore_errors=True)

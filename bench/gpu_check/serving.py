@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-import openai
 
 from bench.gpu_check.check import Finding, Machine, judged
 from bench.trainer.served_precision import HEADER, SERVED, measured_gaps
@@ -24,12 +22,11 @@ from tracegrad_trainer.utils.network import find_free_port
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 PUSHES, KILLED_AT = 10, 5
-NO_VLLM = Finding(verdict="not run", said="vLLM is not installed (pip install tracegrad[vllm])")
 
 
 def check_served(machine: Machine) -> Finding:
-    if find_spec("vllm") is None:
-        return NO_VLLM
+    # What an earlier run has left would go on as this one's first steps.
+    shutil.rmtree(machine.folder / "run", ignore_errors=True)
     port = find_free_port()
     # The agent reads the proxy's address when it is imported.
     os.environ["TRACEGRAD_URL"] = f"http://127.0.0.1:{port}"
@@ -78,13 +75,15 @@ def _train(
     kill_at: int | None,
 ) -> bool:
     """Whether it came to its last step, or, with `kill_at`, was killed at that one."""
+    from openai import OpenAIError  # of the agent: the other checks do without it
+
     served = import_module("examples.shop.stage").served
     with served(plan.port, model, plan.state_dir, overrides, lambda _: None) as stage:
         if kill_at is not None:
             threading.Thread(target=_kill, args=(stage, kill_at), daemon=True).start()
         try:
             asyncio.run(shop.learn(plan, stage, screen))
-        except (ChildError, openai.OpenAIError):
+        except (ChildError, OpenAIError):
             return kill_at is not None
         return kill_at is None
 
@@ -110,8 +109,6 @@ def _row(step: StepRecord) -> list[str]:
 
 
 def check_precision(machine: Machine) -> Finding:
-    if find_spec("vllm") is None:
-        return NO_VLLM
     # In bfloat16 the pushes by each transport were held against the trainer before.
     asked = ["float32"] if machine.tiny else [name for name in SERVED if name != "bfloat16"]
     return judge_precision(asked, measured_gaps(asked))

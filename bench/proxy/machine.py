@@ -77,7 +77,11 @@ def _memory_gib() -> float:
 
 def commit() -> str:
     git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    head_of = [*git, "rev-parse", "--short", "HEAD"]
+    try:
+        head = subprocess.run(head_of, capture_output=True, text=True)
+    except FileNotFoundError:
+        return "no git here"
     if head.returncode != 0:
         return "not a git checkout"
     # Pages are what is written here: a picture may be there before its page.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-from bench.pages import ROOT
+from bench.pages import ROOT, our_path
 from bench.proxy.calls import MODEL
 from bench.proxy.servers import Server, python
 from tracegrad_trainer.utils.network import find_free_port
@@ -116,9 +115,3 @@ def litellm_version() -> str:
         if line.startswith("litellm=="):
             return line.split("==")[1].split()[0]
     raise AssertionError(f"{LITELLM_LOCK.name} pins no litellm")
-
-
-def our_path() -> dict[str, str]:
-    """Variables with which `python -m bench...` is found from any folder."""
-    others = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{others}" if others else str(ROOT)}

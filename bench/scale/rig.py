@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import psycopg
 
-from bench.proxy.peers import our_path
+from bench.pages import our_path
 from bench.proxy.servers import Server, python
 from bench.scale.board import Board, Cell
 from tracegrad_trainer.utils.network import find_free_port
