@@ -31,7 +31,7 @@ from tracegrad_trainer.inference.transports import ControlOf, transport_of
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_ipc import IpcControl
 from tracegrad_trainer.inference.weight_push import WeightPusher
-from tracegrad_trainer.losses.logprob_gap import precision_of
+from tracegrad_trainer.losses.logprob_gap import served_precision
 
 HEADER = ("transport", "seconds to load", "median gap", "right push", "first block stale", "")
 
@@ -85,7 +85,7 @@ def _pushed(
     name: Transport, settings: Any, folder: Path, device: torch.device, version: int
 ) -> list[str]:
     controls: list[VllmControl] = []
-    allowed = precision_of(settings.serving_dtype)
+    allowed = served_precision(settings.serving_dtype, on_cpu=settings.on_cpu)
     new, stale = (perturbed(load_small(folder), version + i) for i in (0, 1))
     wanted = perturbed(load_small(folder), version + 1)
     stale.model.layers[0].load_state_dict(new.model.layers[0].state_dict())

@@ -33,7 +33,7 @@ from tracegrad_trainer.inference.logprob_probe import (
 from tracegrad_trainer.inference.publish import PROBE_PROMPTS
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.inference.weight_push import WeightPusher
-from tracegrad_trainer.losses.logprob_gap import LogprobGap, precision_of
+from tracegrad_trainer.losses.logprob_gap import LogprobGap, served_precision
 from tracegrad_trainer.utils.subprocesses import ChildError
 
 VOCABULARY, PROMPT_TOKENS, SAMPLED = 400, 150, 32
@@ -88,7 +88,7 @@ def save_small_model(folder: Path) -> None:
 
 def _measured(name: str, folder: Path, state: Path) -> list[list[str]]:
     settings = small_engine(name, folder, state)
-    allowed = precision_of(settings.serving_dtype)
+    allowed = served_precision(settings.serving_dtype, on_cpu=settings.on_cpu)
     found = []
 
     def note(push: str, model: Any) -> None:

@@ -58,6 +58,13 @@ def precision_of(dtype: object) -> Precision:
     return "float32" if name in ("float32", "float64", "float") else "bfloat16"
 
 
+def served_precision(dtype: object, *, on_cpu: bool) -> Precision:
+    """Of what vLLM serves in this dtype. On a GPU its attention in float32 is Triton's, whose
+    products are in TF32."""
+    found = precision_of(dtype)
+    return found if on_cpu else coarser(found, "bfloat16")
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobGap:
     """|served - trained| per token, in nats: half of the tokens, and all but one in a hundred,

@@ -20,7 +20,7 @@ from tracegrad_trainer.engine.distributed import compute_device
 from tracegrad_trainer.engine.model import memory, router_replay
 from tracegrad_trainer.engine.model.context_trial import check_context_parallel, sharing_ranks
 from tracegrad_trainer.engine.model.reference import build_reference
-from tracegrad_trainer.losses.logprob_gap import precision_of
+from tracegrad_trainer.losses.logprob_gap import served_precision
 
 
 def build_learner(
@@ -64,7 +64,7 @@ def build_learner(
         reference=reference,
         adamw=adamw,
         packing=packing,
-        serving=precision_of(settings.vllm.serving_dtype),
+        serving=served_precision(settings.vllm.serving_dtype, on_cpu=settings.vllm.on_cpu),
     )
 
 

@@ -21,6 +21,7 @@ from tracegrad_trainer.losses.logprob_gap import (
     binned_quantile,
     coarser,
     precision_of,
+    served_precision,
 )
 
 BOUND = GapBounds(p50=0.1, p99=0.5, mean=0.2)
@@ -81,6 +82,19 @@ def test_coarser_formats_allow_more() -> None:
 )
 def test_a_format_has_a_precision(dtype: object, precision: Precision) -> None:
     assert precision_of(dtype) == precision
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "precision"),
+    [
+        ("float32", True, "float32"),
+        ("float32", False, "bfloat16"),
+        ("bfloat16", False, "bfloat16"),
+        ("fp8", False, "fp8"),
+    ],
+)
+def test_a_gpu_serves_float32_in_tf32(dtype: str, on_cpu: bool, precision: Precision) -> None:
+    assert served_precision(dtype, on_cpu=on_cpu) == precision
 
 
 def test_quantiles_of_bins_that_were_added_are_those_of_all_tokens() -> None:
