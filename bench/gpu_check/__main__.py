@@ -33,6 +33,7 @@ from bench.gpu_check import (
     pushes,
     resume,
     serving,
+    sharing,
     speed,
 )
 from bench.gpu_check.check import Check, Finding, Machine
@@ -54,10 +55,11 @@ CHECKS = (
     Check("long rows", 120, memory.check_long_rows),
     Check("profile", 40, profile.check),
     Check("pushes by each transport", 120, pushes.check, needs_vllm=True),
+    Check("sleep, push and wake", 120, sharing.check, needs_vllm=True),
     Check("serve, ten pushes and a kill", 420, serving.check_served, needs_vllm=True),
     Check("served precision", 225, serving.check_precision, needs_vllm=True),
 )
-BUDGET_S = 1800
+BUDGET_S = 2100
 NO_VLLM = Finding(verdict="not run", said="vLLM is not installed (pip install tracegrad[vllm])")
 # What a finding is about; another version of these may do otherwise.
 _CODE = ("bench", "sdk", "trainer", "examples")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -99,16 +99,16 @@ def _pushed(
             settings.url, checkpoint=folder, transport=noted, timeout_s=120
         ) as pusher:
             before_push(version, new)
-            report = pusher.push(version, _named(new))
+            report = pusher.push(version, named(new))
             gap, right = served_gap(settings.url, new, allowed)
             before_push(version + 1, stale)
-            pusher.push(version + 1, _named(stale))
+            pusher.push(version + 1, named(stale))
             _, wrong = served_gap(settings.url, wanted, allowed)
     note = "by files" if any(isinstance(c, IpcControl) and c.by_files for c in controls) else ""
     return [name, f"{report.seconds['load']:.2f}", f"{gap.p50:.1e}", right, wrong, note]
 
 
-def _named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
 
@@ -125,24 +125,25 @@ def _transport(
         with _one_rank(settings, folder) as found:
             yield found
     elif name == "ipc":
-        yield _whole(settings, device)
+        yield whole_model(settings, device, [torch.device("cuda", 0)])
     else:
         yield transport_of(name, device), lambda version, model: None
 
 
-def _whole(settings: Any, device: torch.device) -> tuple[ControlOf, BeforePush]:
-    """Of a rank that has the whole model on its GPU."""
+def whole_model(
+    settings: Any, device: torch.device, engine_devices: Sequence[torch.device]
+) -> tuple[ControlOf, BeforePush]:
+    """Of a rank that has the whole model on its GPU, to an engine on these."""
     held: dict[str, torch.Tensor] = {}
     live = LiveWeights(lambda order: None, lambda: iter(held.items()), lambda gathered: gathered)
     dtype = getattr(torch, settings.weights_dtype)
 
     def take(version: int, new: Any) -> None:
         live.version = version
-        for name, tensor in _named(new):
+        for name, tensor in named(new):
             held[name] = tensor.to(device, dtype if tensor.ndim >= 2 else None)
 
-    engine = [torch.device("cuda", 0)]
-    return partial(IpcControl, device=device, engine_devices=engine, live=live), take
+    return partial(IpcControl, device=device, engine_devices=engine_devices, live=live), take
 
 
 @contextmanager

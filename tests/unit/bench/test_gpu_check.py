@@ -27,6 +27,7 @@ from bench.gpu_check import (
     pushes,
     resume,
     serving,
+    sharing,
     speed,
 )
 from bench.gpu_check.check import Check, Finding, Machine
@@ -107,6 +108,15 @@ def test_what_does_not_fit_is_a_row(machine: Machine, monkeypatch: pytest.Monkey
     monkeypatch.setattr(speed, "_ours", full)
     found = speed.check(machine)
     assert [row[1] for row in found.rows][::2] == ["does not fit"] * 2
+    assert found.verdict == "wrong"
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(speed, "_ours", broken)
+    found = speed.check(machine)
+    assert [row[1] for row in found.rows][::2] == ["RuntimeError: no kernel"] * 2
+    assert all(row[2] == "" and row[1] for row in found.rows[::2])
     assert found.verdict == "wrong"
 
 
@@ -276,6 +286,25 @@ def test_each_transport_is_judged_by_itself() -> None:
         assert (found.verdict, found.said[-9:]) == ("wrong", ", not ipc")
 
 
+def test_each_sleep_is_judged_by_itself() -> None:
+    def row(*served: str, freed: str = "900", note: str = "") -> list[str]:
+        return ["level 2", freed, *(served or ["within"] * 3), note]
+
+    def verdict(*rows: list[str], frees: bool = True) -> str:
+        return sharing.judge_sharing(list(rows), frees=frees).verdict
+
+    assert verdict(row(), row()) == "right"
+    assert verdict(row(freed="–"), frees=False) == "right"
+    for wrong in (
+        row("within", "served", "within"),  # nobody noticed
+        row("within", "refused", "within"),  # what was served before is not back
+        row("within", "within", "refused"),
+        row(freed="0"),
+        row(freed="", note="ChildError: vllm exited"),
+    ):
+        assert verdict(row(), wrong) == "wrong"
+
+
 def test_what_a_transport_needs_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pushes, "m2n_missing", lambda: None)
     assert [name for name, lacks in pushes.transports(0).items() if not lacks] == ["files", "gloo"]
@@ -283,7 +312,7 @@ def test_what_a_transport_needs_is_known(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not any(pushes.transports(2).values())
 
 
-def test_all_checks_fit_into_half_an_hour_and_those_without_vllm_into_a_quarter() -> None:
+def test_all_checks_fit_into_the_budget_and_those_without_vllm_into_a_quarter() -> None:
     """By the estimates with which the program begins them: none has run on a GPU."""
     assert sum(check.seconds for check in program.CHECKS) <= program.BUDGET_S
     names = [check.name for check in program.CHECKS]
@@ -328,16 +357,17 @@ def test_a_checkpoint_and_an_export_come_back(machine: Machine) -> None:
     assert sorted(path.name for path in machine.folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("lost", ["exp_avg", "exp_avg_sq", "step"])
+@pytest.mark.parametrize("lost", [("exp_avg",), ("step",), ("exp_avg", "exp_avg_sq", "step")])
 def test_a_checkpoint_without_the_optimizers_state_is_told(
-    lost: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    lost: tuple[str, ...], machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = checkpoints.load_checkpoint
 
     def loses(learner: Any, folder: Path) -> Any:
         found = load(learner, folder)
         for state in learner.optimizer.state.values():
-            state[lost].zero_()
+            for name in lost:
+                state[name].zero_()
         return found
 
     monkeypatch.setattr(checkpoints, "load_checkpoint", loses)
@@ -412,6 +442,43 @@ def test_what_a_cpu_cannot_say_is_not_run(machine: Machine) -> None:
     assert len(found.rows) == 8
 
 
+def test_what_a_layer_fails_of_is_its_row(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def peaks(_: Machine, config: Any, tokens: int, tree: bool) -> tuple[float, float]:
+        if tree and config.model_type == "gemma2" and tokens > 100:
+            raise torch.OutOfMemoryError("full")
+        return (tokens**2 if config.model_type == "gpt_oss" and tree else tokens) * 2.0**30, 1.0
+
+    monkeypatch.setattr(memory, "_layer_memory", peaks)
+    found = memory.check_long_rows(machine)
+    assert found.verdict == "wrong"
+    assert found.rows[3] == ["Gemma 2 9B, cap, a tree", "128", "OutOfMemoryError: full", ""]
+    assert len(found.rows) == 8
+    assert found.said == (
+        "memory grows with the square of a row: GPT-OSS 20B, sinks, a tree;"
+        " failed: Gemma 2 9B, cap, a tree"
+    )
+
+
+def test_a_served_run_begins_anew(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that an earlier one took are not its own."""
+    left = machine.folder / "run" / "store.db"
+    left.parent.mkdir()
+    left.touch()
+
+    class Begun(Exception):
+        pass
+
+    def begin(_: str) -> None:
+        assert not left.exists()
+        raise Begun
+
+    monkeypatch.setattr(serving, "import_module", begin)
+    with pytest.raises(Begun):
+        serving.check_served(machine)
+
+
 # The program
 
 
@@ -461,17 +528,18 @@ def test_it_goes_on_where_it_stopped(
 
 
 def test_what_was_not_right_is_repeated_behind_what_has_not_run(
-    checks: list[tuple[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checks: list[tuple[str, float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(program, "CHECKS", program.CHECKS[::-1])
     assert run(tmp_path, "--only", "third") == 1
     assert run(tmp_path) == 1
-    assert names(checks) == ["third", "first", "second", "third"]
+    assert names(checks) == ["third", "second", "first", "third"]
     page = (tmp_path / "page.md").read_text()
-    assert page.index("| first |") < page.index("| second |") < page.index("| third |")
+    assert page.index("| third |") < page.index("| second |") < page.index("| first |")
 
 
 def test_no_check_goes_on_beyond_the_budget(
-    checks: list[tuple[str, float]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checks: list[tuple[str, float]], tmp_path: Path
 ) -> None:
     run(tmp_path, "--budget-s", "60")
     (_, first), (_, second), _ = checks
