@@ -53,7 +53,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`seconds`: what it takes on one H100, about; it is ended after three times that."""
+    """`seconds`: what it takes on one H100, about; it is ended after three times that, or with the
+    budget."""
 
     name: str
     seconds: int
