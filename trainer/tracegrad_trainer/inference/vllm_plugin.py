@@ -6,11 +6,13 @@ worker imports. `VllmSettings.environment` sets the two environment variables.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial, wraps
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -22,9 +24,12 @@ from tracegrad_trainer.config.vllm import (
 )
 from tracegrad_trainer.utils.subprocesses import die_with_parent
 
+logger = logging.getLogger(__name__)
+
 
 def register() -> None:
-    """Registers the weight-transfer backends `tracegrad_...`. Safe to call more than once."""
+    """Registers the weight-transfer backends `tracegrad_...`, and has calls of several workers
+    answered by all of them. Safe to call more than once."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     if WEIGHT_TRANSFER_BACKEND in WeightTransferEngineFactory._registry:
@@ -43,6 +48,53 @@ def register() -> None:
         _die_with_parent()
     if os.environ.get(FORK_ENGINE_VARIABLE) == "1":
         _fork_engine()
+    else:  # a fork is alone, and to import it takes time
+        _read_all_replies()
+
+
+def _read_all_replies() -> None:
+    """vLLM 0.32 raises at the first worker that refuses and leaves what those behind it say in
+    their queues: the next calls take it for their own answer, and each one is off by one for good.
+    So no worker refuses there: it returns the refusal, which is raised once all have been heard.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    call: Callable[..., Any] = MultiprocExecutor.collective_rpc
+
+    @wraps(call)
+    def collective_rpc(
+        self: Any,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Any:
+        if others:  # forward passes: what one worker says alone, or later
+            return call(self, method, timeout, args, kwargs, **others)
+        replies = call(self, partial(_reply, method), timeout, args, kwargs)
+        refusals = [refusal for _, refusal in replies if refusal is not None]
+        if refusals:
+            raise RuntimeError(
+                f"Worker failed with error '{refusals[0]}', please check the stack trace above for"
+                " the root cause"
+            )
+        return [value for value, _ in replies]
+
+    MultiprocExecutor.collective_rpc = collective_rpc
+
+
+def _reply(
+    method: str | Callable[..., Any], worker: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, str | None]:
+    """In a worker: what it says, or why it refuses."""
+    try:
+        if isinstance(method, str):
+            return getattr(worker, method)(*args, **kwargs), None
+        return method(worker, *args, **kwargs), None
+    except Exception as error:
+        logger.exception("a worker refuses %s", method)
+        return None, str(error)
 
 
 def _die_with_parent() -> None:
