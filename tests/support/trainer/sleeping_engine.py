@@ -3,6 +3,7 @@
 The states move as vLLM 0.32's do (`v1/engine/core.py`, `v1/executor/abstract.py`): an engine that
 takes back its last memory resumes by itself, one that is only paused resumes on any wake, and a
 level-2 sleep leaves nothing in the weights' memory. What must never happen is noted in `wrong`.
+With `serves_adapters` an update brings an adapter, and what is beneath it no update brings back.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class EngineState:
     candidate: float | None = None  # of the candidate's name, where the proxy has one
     candidate_version: int = 0  # the proxy's
     host_copy: float | None = None
+    has_base: bool = True  # what is beneath an adapter
+    host_base: bool = False
     asleep: set[str] = field(default_factory=set)
     paused: bool = False
     updating: bool = False
@@ -75,6 +78,7 @@ class SleepingEngine:
 
     def reset(self) -> None:
         self.state = EngineState()
+        self.serves_adapters = False
         self.calls: list[str] = []
         self.at: list[float] = []  # when each came
         self.bodies: list[dict[str, Any]] = []
@@ -132,6 +136,8 @@ class SleepingEngine:
             return
         if state.asleep:
             self.wrong.append(f"{call}: computes without {state.asleep}")
+        elif not state.has_base:
+            self.wrong.append(f"{call}: computes an adapter over weights that are gone")
         elif state.weight != self.weights[state.version]:
             self.wrong.append(f"{call}: computes version {state.version} with {state.weight}")
         elif self.tries_by_name and state.candidate != self.weights[state.candidate_version]:
@@ -165,7 +171,8 @@ class SleepingEngine:
         if "weights" in state.asleep:
             return
         state.host_copy = state.weight if query["level"] == "1" else None
-        state.weight = None
+        state.host_base = state.has_base and query["level"] == "1"
+        state.weight, state.has_base = None, False
         state.asleep = set(TAGS)
 
     def wake_up(self, query: dict[str, str], body: dict[str, Any]) -> None:
@@ -174,6 +181,7 @@ class SleepingEngine:
             state.asleep.remove(tag)
             if tag == "weights":
                 state.weight, state.host_copy = state.host_copy, None
+                state.has_base = state.host_base
         if not state.asleep:
             state.paused = False
 
@@ -200,6 +208,7 @@ class SleepingEngine:
         if not self.state.paused:
             self.wrong.append("weights change while the engine computes")
         self.state.updating = False
+        self.state.has_base |= not self.serves_adapters
         [self.state.candidate] = self.state.incoming  # any push is one of both names
         if not self.state.is_candidates:
             self.state.weight = self.state.candidate

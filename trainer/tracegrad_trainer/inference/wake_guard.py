@@ -28,6 +28,7 @@ from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
     PushError,
     ServedWeights,
+    SleepLevel,
     VllmControl,
 )
 from tracegrad_trainer.inference.proxy_control import ProxyControl
@@ -47,7 +48,8 @@ ATTEMPTS, PAUSE_S = 13, 5.0
 
 @dataclass(frozen=True, slots=True)
 class GuardedEngine:
-    """Whom it calls. `state_dir`: while it wakes vLLM, no other trainer begins there."""
+    """Whom it calls. `state_dir`: while it wakes vLLM, no other trainer begins there.
+    `sleep_level`: of vLLM's sleep while the ranks train."""
 
     vllm_url: str
     proxy_urls: Sequence[str]
@@ -55,6 +57,7 @@ class GuardedEngine:
     hold_ttl_s: float
     timeout_s: float
     state_dir: str
+    sleep_level: SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,15 +180,18 @@ def renew(proxy: ProxyControl) -> None:
         logger.warning("calls may not wait for vLLM any more: %s", error)
 
 
-def bring_back(plan: WakePlan, vllm: VllmControl, proxy: ProxyControl) -> None:
+def bring_back(
+    plan: WakePlan, vllm: VllmControl, proxy: ProxyControl, *, level: SleepLevel
+) -> None:
     """What was served before is served again, however far a push had come.
 
     Raises:
         PushError, EngineLostError: as `control_routes`. May be called again.
     """
     # Asleep, half awake, or paused with half of the new weights: now it sleeps, with its scheduler
-    # stopped. Weights that it has kept stay; others are not worth a copy in host memory.
-    vllm.sleep(2 if plan.load else 1)
+    # stopped. What it has kept stays. At level 1 also what is loaded again: it may be an adapter
+    # alone, and the weights beneath it are nowhere else.
+    vllm.sleep(level if plan.load else 1)
     vllm.wake("weights")
     if plan.load:
         vllm.load(plan.served)
@@ -212,7 +218,7 @@ def wake(plan: WakePlan, engine: GuardedEngine, *, pause_s: float = PAUSE_S) -> 
     for attempt in range(ATTEMPTS):
         renew(proxy)
         try:
-            bring_back(plan, vllm, proxy)
+            bring_back(plan, vllm, proxy, level=engine.sleep_level)
             return
         except EngineLostError:
             raise  # it is gone: nobody to wake

@@ -128,6 +128,8 @@ class WeightPusher:
             raise ValueError(f"checkpoint: no *.safetensors in {checkpoint}")
         if sleep and sleep.level == 2 and not files:
             raise ValueError("checkpoint: sleep level 2 keeps no weights; give files to return to")
+        if sleep and sleep.level == 2 and adapter is not None:
+            raise ValueError("adapter: sleep level 2 throws the weights beneath it away")
         urls = (vllm_url,) if isinstance(vllm_url, str) else tuple(vllm_url)
         control = transport.func if isinstance(transport, partial) else transport
         if sleep and not getattr(control, "sees_files", True):
@@ -157,7 +159,7 @@ class WeightPusher:
         if sleep:
             state_dir = str(sleep.state_dir)
             guarded = GuardedEngine(
-                urls[0], proxy.urls, proxy_key, hold_ttl_s, timeout_s, state_dir
+                urls[0], proxy.urls, proxy_key, hold_ttl_s, timeout_s, state_dir, sleep.level
             )
             halt = EngineSleep(
                 engines,

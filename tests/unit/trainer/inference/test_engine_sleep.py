@@ -99,7 +99,7 @@ class RememberedPlan:
 
 
 def make_pusher(
-    url: str, checkpoint: Path, folder: Path, level: SleepLevel, **changes: float
+    url: str, checkpoint: Path, folder: Path, level: SleepLevel, **changes: Any
 ) -> WeightPusher:
     return WeightPusher(
         url,
@@ -253,7 +253,7 @@ def test_an_engine_that_neither_sleeps_nor_goes_on_is_left_to_the_guard(
     assert "/api/push/release" not in engine.calls
     assert not engine.serves
     engine.refuse = lambda number, path: False
-    carry_out(engine, guard.plan)
+    carry_out(engine, guard.plan, level)
     assert engine.serves
     assert engine.state.weight == MODEL_FOLDER
 
@@ -316,16 +316,16 @@ def test_an_engine_that_does_not_wake_is_left_to_the_guard(
     pusher.close()
     assert engine.calls[-1] != "/api/push/release"
     engine.refuse = lambda number, path: False
-    carry_out(engine, guard.plan)
+    carry_out(engine, guard.plan, level)
     assert engine.serves
     assert engine.state.weight == engine.weights[engine.state.version]
 
 
-def carry_out(engine: SleepingEngine, plan: WakePlan | None) -> None:
+def carry_out(engine: SleepingEngine, plan: WakePlan | None, level: SleepLevel) -> None:
     assert plan is not None
     vllm = VllmControl(engine.url, 30)
     proxy = ProxyControl(engine.url, 30, key=None, hold_ttl_s=60)
-    bring_back(plan, vllm, proxy)
+    bring_back(plan, vllm, proxy, level=level)
     vllm.close()
     proxy.close()
 
@@ -336,11 +336,13 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("proxy_too", [False, True])
 @pytest.mark.parametrize("step", ["pushed", "skipped", "pushed wrongly"])
+@pytest.mark.parametrize(("level", "adapter"), [(1, None), (2, None), (1, {"r": 4})])
 def test_a_trainer_that_is_killed_before_or_after_any_call(
     server: SleepingEngine,
     checkpoint: Path,
     tmp_path: Path,
     level: SleepLevel,
+    adapter: dict[str, int] | None,
     step: str,
     proxy_too: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -355,7 +357,8 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
     for after in (False, True):
         for nth in range(1, 25):
             server.reset()
-            pusher = make_pusher(server.url, checkpoint, tmp_path, level)
+            server.serves_adapters = adapter is not None
+            pusher = make_pusher(server.url, checkpoint, tmp_path, level, adapter=adapter)
             guard = with_plan(pusher)
             push(server, pusher, 1)
             killed = True
@@ -374,7 +377,7 @@ def test_a_trainer_that_is_killed_before_or_after_any_call(
             if guard.plan is not None:
                 if proxy_too:
                     server.start_proxy_again(version=1)
-                carry_out(server, guard.plan)
+                carry_out(server, guard.plan, level)
             elif killed:
                 # Only the release was left, and a hold opens where nobody renews it.
                 assert server.calls[-1] in ("/resume", "/api/push/release")
@@ -401,7 +404,7 @@ def test_weights_that_the_engine_has_gone_on_with_are_kept(
 
     with pytest.raises(Killed):
         push(engine, pusher, 2, verify)
-    carry_out(engine, guard.plan)
+    carry_out(engine, guard.plan, level)
     assert engine.loaded == [1.0, 2.0]
     assert (engine.state.version, engine.serves) == (2, True)
     pusher._files.close()
@@ -436,7 +439,7 @@ def test_a_first_push_that_is_killed_opens_no_gate_and_no_number_is_of_other_wei
             break
         assert killed
         released = server.calls.count("/api/push/release")
-        carry_out(server, guard.plan)
+        carry_out(server, guard.plan, level)
         assert server.calls.count("/api/push/release") == released == 0
         assert not server.state.paused
         assert not server.state.asleep
@@ -498,7 +501,7 @@ def test_whatever_is_refused_it_serves_what_it_says_or_is_left_to_the_guard(
     except EngineLostError:
         assert server.state.held or server.state.paused
         server.refuse = lambda number, path: False
-        carry_out(server, guard.plan)
+        carry_out(server, guard.plan, level)
     assert server.wrong == []
     assert server.serves, server.calls
     pusher.close()
@@ -549,7 +552,7 @@ def test_a_step_that_fails_leaves_the_wake_to_the_guard(
         raise ZeroDivisionError
     pusher.close()
     assert engine.state.asleep
-    carry_out(engine, guard.plan)
+    carry_out(engine, guard.plan, level)
     assert engine.serves
 
 
@@ -714,7 +717,7 @@ def test_a_guard_tries_until_torchrun_has_killed_the_other_ranks() -> None:
 
 
 def guarded(url: str, proxy: str, folder: Path) -> GuardedEngine:
-    return GuardedEngine(url, (proxy,), None, hold_ttl_s=120, timeout_s=30, state_dir=str(folder))
+    return GuardedEngine(url, (proxy,), None, 120, 30, state_dir=str(folder), sleep_level=2)
 
 
 def test_a_guard_tries_again_where_vllm_refuses_and_not_where_it_is_gone(
@@ -820,3 +823,8 @@ def test_a_dead_engine_is_one_line(checkpoint: Path, tmp_path: Path) -> None:
 def test_level_2_needs_files_to_return_to(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="checkpoint: sleep level 2 keeps no weights"):
         WeightPusher("http://127.0.0.1:1", sleep=SleepSettings(2, tmp_path))
+
+
+def test_level_2_serves_no_adapters(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="adapter: sleep level 2 throws the weights beneath"):
+        make_pusher("http://127.0.0.1:1", checkpoint, tmp_path, 2, adapter={"r": 4})
