@@ -314,6 +314,7 @@ class ServeStack:
                     proven_by_time=by_time,
                     essential=child.name not in WORKERS,
                     starts_again=self._rolled_back,
+                    awaits=self._memory if child.name == "vllm" else lambda: None,
                 )
             )
         supervisor = Supervisor(
@@ -323,6 +324,12 @@ class ServeStack:
             changed=lambda: self.report_stage("serving", parts=supervisor.as_json()),
         )
         return supervisor
+
+    def _memory(self) -> str | None:
+        """Until when vLLM would not start, for the ranks train in its memory (`gpus.share`)."""
+        state = read_state(self.settings.state_dir, "ranks") or {}
+        trains = state.get("alive") and state.get("stage") == "training"
+        return "when the ranks have trained" if self.settings.gpus.share and trains else None
 
     def _await(self, child: ChildProcess, ready: Callable[[], bool]) -> None:
         """Waits for `child`; the death of any other one meanwhile counts too."""

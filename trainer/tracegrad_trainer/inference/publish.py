@@ -163,7 +163,7 @@ class WeightPublisher:
         run_on_rank_zero(lambda: self._rank_zeros.stop_engine())
         self._report_sleep(free)
         yield
-        self._free_memory()
+        self.free_memory()
         run_on_rank_zero(lambda: self._rank_zeros.wake_engine())
 
     @property
@@ -171,9 +171,10 @@ class WeightPublisher:
         assert self.pusher is not None
         return self.pusher
 
-    def _free_memory(self) -> None:
-        """Of this rank's GPU all but weights, optimizer and what a probe needs; when this returns,
-        every rank has. vLLM takes the memory back that they used for activations and gradients."""
+    def free_memory(self) -> None:
+        """Of a GPU that vLLM shares, all but weights, optimizer and what a probe needs; when this
+        returns, every rank has. vLLM takes the memory back that they used for activations and
+        gradients."""
         if not self.settings.gpus.share:
             return
         self.learner.engine.reshard()
@@ -206,13 +207,13 @@ class WeightPublisher:
         gathered = self._gathered()
         if self.pusher is None:
             deque(gathered, maxlen=0)
-            self._free_memory()
+            self.free_memory()
             self._follow()
             return None
         if self.pusher.free_bytes() < self._version_bytes:
             self.await_room()
         new = self._written(version, gathered)
-        self._free_memory()
+        self.free_memory()
         most = self.settings.vllm.max_model_len
         longest = None if most is None else most - self.settings.push.probe_tokens
         # As calls of that version: without one a cache that must not be there would show.

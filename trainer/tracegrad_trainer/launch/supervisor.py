@@ -57,6 +57,7 @@ class Part:
     proven_by_time: bool = True
     essential: bool = True
     starts_again: Callable[[], bool] = lambda: False  # a part that ended well
+    awaits: Callable[[], str | None] = lambda: None  # before it is started again: "when ..."
     restarts: int = 0
     last_end: str = ""
     last_end_at: float | None = None  # since the epoch
@@ -108,7 +109,7 @@ class Supervisor:
         """Raises ChildError: it has ended."""
         now = self.clock()
         if part.start_at is not None:
-            if now >= part.start_at:
+            if now >= part.start_at and part.awaits() is None:
                 part.start_at, part.started_at = None, now
                 part.process.start()
             return
@@ -161,6 +162,6 @@ class Supervisor:
                 raise ChildError(f"{error}{times}") from error
             pause = LONGEST_PAUSE_S
         part.start_at = self.clock() + pause
-        when = f"in {pause:.0f} s" if pause else "now"
+        when = part.awaits() or (f"in {pause:.0f} s" if pause else "now")
         self.say(f"{error}{times}; it is started again {when}")
         self.changed()

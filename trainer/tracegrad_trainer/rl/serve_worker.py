@@ -175,6 +175,8 @@ class ServeWorker:
         those of the weights that it had.
         """
         training = self.training
+        # First: a vLLM that has ended meanwhile does not start before it finds its memory free.
+        self.publisher.free_memory()
         run_on_rank_zero(self._await_endpoints)
         training.report_stage("pushing")
         if training.trained_rows:

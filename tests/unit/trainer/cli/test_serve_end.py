@@ -16,6 +16,7 @@ from support.trainer.step_samples import trainer_settings
 from tracegrad.store import Ledger, StepRecord, Store
 from tracegrad_trainer.cli import serve as serving
 from tracegrad_trainer.cli.serve import ServeStack, serve
+from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.trainer import TrainerSettings
 from tracegrad_trainer.launch.run_journal import RunRecord, read_runs
 from tracegrad_trainer.launch.run_state import RunState
@@ -171,3 +172,22 @@ def test_a_pattern_that_fits_nothing_is_on_the_screen_and_so_is_what_it_keeps_wa
     assert serve(settings.model_copy(update={"max_steps": 9}), Console(file=screen)) == 0
     assert seen.exists(), screen.getvalue()
     assert screen.getvalue().count(line) == 1
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_vllm_is_not_started_again_in_the_memory_of_ranks_that_train(
+    settings: TrainerSettings, share: bool
+) -> None:
+    made = settings.with_changes(gpus=GpuSettings(share=share))
+    stack = ServeStack(made, Console(quiet=True))
+    stack.children = [ChildProcess(name, ["unused"], log=made.logs) for name in ("vllm", "ranks")]
+    vllm, ranks = stack._supervisor().parts
+    assert vllm.awaits() is None, "no ranks yet"
+    state = RunState(made.state_dir, "ranks")
+    state.update(stage="training")
+    assert vllm.awaits() == ("when the ranks have trained" if share else None)
+    assert ranks.awaits() is None
+    state.update(stage="waiting for vLLM")
+    assert vllm.awaits() is None
+    state.update(stage="training", pid=2**22 + 1)
+    assert vllm.awaits() is None, "killed while they trained"

@@ -71,6 +71,7 @@ class Rig:
     ) -> None:
         self.process = FakeProcess("vllm", folder)
         self.ready = True
+        self.awaited: str | None = None
         self.now, self.said, self.changes = 1000.0, list[str](), 0
         self.part = Part(
             self.process,
@@ -79,6 +80,7 @@ class Rig:
             answers,
             proven_by_time=proven_by_time,
             essential=essential,
+            awaits=lambda: self.awaited,
         )
         self.supervisor = Supervisor(
             [self.part],
@@ -138,6 +140,23 @@ def test_what_no_call_needs_ends_no_run(tmp_path: Path) -> None:
     rig.process.code = 1
     with pytest.raises(ChildError):
         rig.tick()
+
+
+def test_a_start_that_would_fail_is_put_off_and_counts_for_nothing(tmp_path: Path) -> None:
+    """As vLLM's, while ranks train in its memory for longer than five starts would take."""
+    rig = Rig(tmp_path, most=1)
+    rig.awaited = "when the ranks have trained"
+    rig.process.code = -9
+    for _ in range(100):
+        rig.tick(60.0)
+    assert (rig.process.starts, rig.part.restarts, rig.part.is_up) == (1, 1, False)
+    assert [line.rpartition("; ")[2] for line in rig.said] == [
+        "it is started again when the ranks have trained"
+    ]
+    rig.awaited = None
+    rig.tick()
+    rig.tick()
+    assert (rig.process.starts, rig.part.is_up) == (2, True)
 
 
 def test_it_waits_out_its_pause(tmp_path: Path) -> None:

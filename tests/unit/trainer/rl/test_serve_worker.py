@@ -55,9 +55,12 @@ class Run:
             check=self._check,
         )
         worker.settings, worker.control = settings, control
-        publisher: Any = SimpleNamespace(pusher=self, publish=self._publish)
+        self.did: list[str] = []
+        publisher: Any = SimpleNamespace(
+            pusher=self, publish=self._publish, free_memory=lambda: self.did.append("free memory")
+        )
         worker.publisher = publisher
-        worker._await_endpoints = lambda: None  # type: ignore[method-assign]
+        worker._await_endpoints = lambda: self.did.append("wait")  # type: ignore[method-assign]
 
     def push(self, count: int) -> None:
         for _ in range(count):
@@ -70,6 +73,7 @@ class Run:
         return [(one.version, one.state) for one in self.recorded]
 
     def _publish(self, version: int, rows: object, *, as_candidate: bool) -> PublishResult:
+        self.did.append("publish")
         outcome = self.outcomes.pop(0)
         if not outcome:
             self.newest = ServedWeights(version, ())
@@ -100,6 +104,13 @@ def test_a_version_is_served_or_failed_and_the_run_goes_on() -> None:
     errors = [(one.detail or {})["error"] for one in run.metered]
     assert errors == [None, "off by 3 nats", None, "off by 3 nats", None]
     assert run.commits == 0
+
+
+def test_the_ranks_memory_is_free_before_they_wait_for_vllm() -> None:
+    """One that has ended meanwhile does not start without it."""
+    run = Run(SERVED)
+    run.push(1)
+    assert run.did == ["free memory", "wait", "publish"]
 
 
 def test_weights_whose_push_failed_are_not_kept_when_they_are_saved() -> None:
