@@ -57,11 +57,11 @@ class GpuSettings(BaseModel):
         " default: where there is one GPU, or the model does not fit otherwise",
     )
 
-    sleep_level: Literal[1, 2] = Field(
-        2,
-        description="of vLLM's sleep with gpus.share. 2: its weights are thrown away, since a push"
-        " brings new ones, and loaded from files where none comes; 1: they wait in host memory,"
-        " once more than the files of a push, and are back sooner after a step without a push",
+    sleep_level: Literal[1, 2] | None = Field(
+        None,
+        description="of vLLM's sleep with gpus.share. 1: all that it loaded waits in host memory;"
+        " 2: it is thrown away, since a push brings new weights, and what no push brings is gone;"
+        " default: 1, or 2 where the host has no room and nothing is known to be missed",
     )
 
     @model_validator(mode="after")
@@ -80,6 +80,11 @@ class GpuSettings(BaseModel):
                 f" {min(serving & training)}: name each once, or set gpus.share = true"
             )
         return self
+
+    @property
+    def planned_sleep_level(self) -> Literal[1, 2]:
+        """Where nobody has planned, as for ranks of a launcher of one's own, nothing is lost."""
+        return self.sleep_level or 1
 
     @property
     def vllm_gpus(self) -> tuple[int, ...] | None:

@@ -27,6 +27,11 @@ from tracegrad_trainer.inference.proxy_control import ProxyControl
 from tracegrad_trainer.inference.wake_guard import WakeGuard, WakePlan
 from tracegrad_trainer.utils.stopwatch import Stopwatch
 
+# By what vLLM 0.32 does: at level 2 it brings back what a model calls its buffers, and no more.
+_LOST_AT_LEVEL_2 = (
+    "; vLLM slept at gpus.sleep_level = 2, at which it loses what it loads beside weights: does"
+    " gpus.sleep_level = 1 serve them rightly?"
+)
 _SLEEPLESS = "gpus.share: vLLM does not sleep (was it started with --enable-sleep-mode?)"
 
 
@@ -46,6 +51,7 @@ class EngineStop(Protocol):
     drain_s: float  # how long calls may take that come in one piece, before the engine stops
     keep_cache: bool  # running requests go on with what earlier weights had computed
     guarded: bool  # somebody else makes it go on if this process cannot
+    doubt: str  # what may have made a first push wrong, as the end of a sentence
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         """No call comes to the engine any more, and it computes nothing; running requests stay."""
@@ -70,6 +76,7 @@ class EnginePause:
 
     keeps_weights = True
     guarded = False
+    doubt = ""
 
     def __init__(self, vllm: EngineGroup, proxy: ProxyControl, drain_s: float) -> None:
         self._vllm, self._proxy, self.drain_s = vllm, proxy, drain_s
@@ -123,6 +130,7 @@ class EngineSleep:
         self._guard = guard
         self._folder = folder
         self.keeps_weights = level == 1
+        self.doubt = "" if self.keeps_weights else _LOST_AT_LEVEL_2
 
     def stop(self, served: ServedWeights, watch: Stopwatch) -> None:
         with watch.stage("hold"):

@@ -118,7 +118,7 @@ class WeightPublisher:
                     directory=choose_directory(settings.push.folder, self._version_bytes),
                     drain_s=settings.push.drain_s,
                     timeout_s=settings.push.timeout_s,
-                    sleep=SleepSettings(settings.gpus.sleep_level, settings.state_dir)
+                    sleep=SleepSettings(settings.gpus.planned_sleep_level, settings.state_dir)
                     if settings.gpus.share
                     else None,
                     adapter=lora.adapter_config(learner.model) if link else None,

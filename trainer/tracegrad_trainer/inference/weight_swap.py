@@ -188,10 +188,13 @@ class WeightSwap:
             with watch.stage("verify"):
                 verify()
         except Exception as error:
+            doubt = "" if had.version >= 0 else self.halt.doubt
             had = self._to_return_to(had)
             self._put_back(had, error, watch, self.halt.pause_again)
             back = f"{_named(had)} is back"
-            raise PushError(f"version {new.version} was served wrongly, {back}: {error}") from error
+            raise PushError(
+                f"version {new.version} was served wrongly, {back}: {error}{doubt}"
+            ) from error
 
     def _to_return_to(self, had: ServedWeights) -> ServedWeights:
         return had if had.version >= 0 else self.left_served() or had

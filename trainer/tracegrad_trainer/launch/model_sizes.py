@@ -46,7 +46,7 @@ def read_sizes(settings: TrainerSettings, *, gpus: int) -> ModelSizes:
     sizes = model_sizes(model, settings, gpus=gpus)
     itemsize = _served_itemsize(settings.vllm, gpus > 0 and not settings.vllm.on_cpu)
     beside = itemsize * elements_beside(settings.model, model)
-    return replace(sizes, served=sizes.served + beside)
+    return replace(sizes, served=sizes.served + beside, beside=beside)
 
 
 def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> ModelSizes:
@@ -126,7 +126,9 @@ def placement_request(settings: TrainerSettings, *, gpus: int) -> PlacementReque
         kv_cache_bytes=kv,
         gpu_memory_utilization=vllm.gpu_memory_utilization,
         max_num_seqs=vllm.sequences,
-        sleep_level=asked.sleep_level,
+        sleep_level=asked.planned_sleep_level,
+        # What vLLM 0.32 loads for `thinking_token_budget` is no weight, and no push brings it.
+        sleep_level_asked=asked.sleep_level is not None or vllm.reasoning_parser is not None,
         rank_multiple=settings.fsdp.rank_multiple,
         engine_here=not vllm.is_attached,
         engine_on_gpu=on_gpu,

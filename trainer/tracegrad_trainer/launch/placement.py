@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from tracegrad_trainer.config.push_transport import Transport
 from tracegrad_trainer.launch.engine_layout import EngineLayout, check_engine, fit_engine
@@ -96,6 +97,7 @@ class Placement:
     transport: Transport  # of pushes
     pushed: int  # bytes of the files of a weight push, of two versions
     attached: bool  # vLLM runs already: none of this is its
+    sleep_level: Literal[1, 2] | None  # None: vLLM does not sleep
     reasons: tuple[str, ...]
 
     @property
@@ -191,14 +193,16 @@ def _plan(
     if short := _training_room(machine, sizes, split, layout):
         return _Refusal(1, short)
     placement = _assemble(machine, sizes, request, split, layout)
-    wanted = sum(placement.host.values())
-    if wanted > machine.host:
-        why = (
-            f"about {in_gib(wanted)} of the host's memory ({listed(placement.host)}), and"
-            f" {in_gib(machine.host)} are free"
-        )
-        return _Refusal(2, why)
-    return placement
+    if sum(placement.host.values()) <= machine.host:
+        return placement
+    may_lose = not (request.sleep_level_asked or sizes.beside)
+    if split.shared and request.sleep_level == 1 and may_lose:
+        return _plan(machine, sizes, replace(request, sleep_level=2), split)
+    why = (
+        f"about {in_gib(sum(placement.host.values()))} of the host's memory"
+        f" ({listed(placement.host)}), and {in_gib(machine.host)} are free"
+    )
+    return _Refusal(2, why)
 
 
 def _training_room(
@@ -254,6 +258,7 @@ def _assemble(
         host_free=machine.host,
         pushed=sizes.pushed,
         attached=not request.engine_here,
+        sleep_level=request.sleep_level if split.shared else None,
         reasons=tuple(placement_reasons(machine, sizes, request, split, layout)),
     )
 
@@ -329,7 +334,8 @@ def _host_parts(
         parts["served weights"] = copies * sizes.served
         parts["KV cache"] = size * copies * (request.kv_cache_bytes or 0)
     elif split.shared:  # vLLM 0.32 keeps its graphs' memory there at either level
-        kept = copies * sizes.served if request.sleep_level == 1 else 0
+        # Pinned memory comes in powers of two: up to twice what is asked for.
+        kept = 2 * copies * sizes.served if request.sleep_level == 1 else 0
         parts["a sleeping vLLM"] = size * copies * WORKSPACE + kept
     return parts
 
@@ -365,6 +371,8 @@ def _would_fit(machine: Machine, sizes: ModelSizes, request: PlacementRequest) -
         ways["push.folder on a disk"] = replace(sizes, pushed_to_memory=False)
 
     found = [name for name, changed in ways.items() if _fits(machine, changed, request)]
+    if request.sleep_level == 1 and _fits(machine, sizes, replace(request, sleep_level=2)):
+        found.append("gpus.sleep_level = 2")
     least = min((name.count(AND) for name in found), default=0)
     return [f" {name}" for name in found if name.count(AND) == least]
 

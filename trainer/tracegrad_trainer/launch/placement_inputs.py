@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from tracegrad_trainer.config.push_transport import BUCKET_BYTES, Transport
 from tracegrad_trainer.launch.machine import GIB, Gpu
@@ -68,6 +69,7 @@ class ModelSizes:
     inner: int = 0  # greatest common divisor of the widths of MLPs and experts; 0: not known
     pushed_to_memory: bool = True  # those files are in the host's memory
     largest: int = 0  # bytes of its largest tensor in a push
+    beside: int = 0  # bytes of `served` that are not trained, as a vision tower's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +85,8 @@ class PlacementRequest:
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     max_num_seqs: int = 256
-    sleep_level: int = 2
+    sleep_level: Literal[1, 2] = 1
+    sleep_level_asked: bool = True  # False: where 1 takes too much of the host's memory it is 2
     rank_multiple: int = 1  # how many ranks there are is a multiple of it
     engine_here: bool = True  # False: vLLM runs already, and nothing is planned for it
     transport: Transport = "files"  # of pushes

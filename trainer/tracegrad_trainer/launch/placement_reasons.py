@@ -31,6 +31,8 @@ def placement_reasons(
             f" {layout.tokens / max(1, sizes.max_model_len):.1f} of the longest sequences"
             f" ({sizes.max_model_len} tokens)"
         )
+    if split.shared:
+        yield f"vLLM sleeps at level {request.sleep_level}: {_why_level(request)}"
     yield f"weights are pushed by {_transport(request)}"
     unused = [gpu for gpu in machine.gpus if gpu.index not in {*split.engine, *split.train}]
     for gpu in unused:
@@ -41,6 +43,14 @@ def placement_reasons(
             )
     if idle := [gpu.index for gpu in unused if 2 * gpu.free >= gpu.total]:
         yield f"GPU{'s' * (len(idle) > 1)} {gpu_words(idle)}: left idle"
+
+
+def _why_level(request: PlacementRequest) -> str:
+    if request.sleep_level == 1:
+        return "what it has loaded waits in the host's memory"
+    if request.sleep_level_asked:
+        return "gpus.sleep_level says so"
+    return "the host's memory does not hold its weights as well"
 
 
 def _transport(request: PlacementRequest) -> str:

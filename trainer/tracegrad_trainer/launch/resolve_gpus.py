@@ -45,7 +45,8 @@ def with_placement(settings: TrainerSettings, placement: Placement) -> TrainerSe
     """The settings with what was chosen, `ranks` too. On a CPU they are as they were."""
     if not (placement.engine_gpus or placement.train_gpus):
         return settings
-    gpus, changes = {}, {"ranks": placement.ranks}
+    gpus: dict[str, object] = {}
+    changes = {"ranks": placement.ranks}
     if placement.train_gpus:
         gpus["train"] = gpu_words(placement.train_gpus)
     if placement.engine_gpus:
@@ -60,6 +61,8 @@ def with_placement(settings: TrainerSettings, placement: Placement) -> TrainerSe
             }
         )
         changes |= {"vllm": vllm}  # type: ignore[dict-item]
+    if placement.sleep_level is not None:
+        gpus["sleep_level"] = placement.sleep_level
     made = GpuSettings.model_validate(
         settings.gpus.model_dump() | gpus | {"share": placement.shared}
     )

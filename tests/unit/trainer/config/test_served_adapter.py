@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from support.trainer.step_samples import trainer_settings
 from support.trainer.tiny_model import load_model, save_tiny_model
+from tracegrad_trainer.config.gpus import GpuSettings
 from tracegrad_trainer.config.served_adapter import why_not_served
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.engine.config import LoraSettings
@@ -103,6 +104,19 @@ def test_an_adapter_that_cannot_be_served_is_refused_by_name(dense: Path, tmp_pa
     settings = trainer_settings(tmp_path, **changes)
     assert settings.vllm.adapter is None
     assert "push.transport = 'gloo' carries whole weights" in str(describe_lora_push(settings))
+
+
+@pytest.mark.parametrize("level", [None, 1, 2])
+def test_beneath_an_adapter_the_weights_sleep_in_the_hosts_memory(
+    level: int | None, dense: Path, tmp_path: Path
+) -> None:
+    changes = {"fsdp": {"lora": {"rank": 8}}, "gpus": {"share": True, "sleep_level": level}}
+    settings = trainer_settings(with_model(tmp_path, dense), **changes)
+    assert settings.gpus.planned_sleep_level == (level or 1)
+    assert (settings.vllm.adapter is None) == (level == 2)
+    # As a plan does where the host has no room.
+    deeper = settings.with_changes(gpus=GpuSettings(share=True, sleep_level=2))
+    assert deeper.vllm.adapter is None
 
 
 def test_without_lora_nothing_changes(dense: Path, tmp_path: Path) -> None:

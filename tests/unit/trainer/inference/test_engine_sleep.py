@@ -301,6 +301,25 @@ def test_a_failed_verification_puts_the_old_weights_back_without_a_sleep(
     assert engine.serves
 
 
+def test_a_first_push_that_slept_deeply_names_the_setting(
+    engine: SleepingEngine, checkpoint: Path, tmp_path: Path, level: SleepLevel
+) -> None:
+    """What level 2 loses, and no push brings, shows there."""
+
+    def verify() -> None:
+        raise ArithmeticError("off by 3 nats")
+
+    with make_pusher(engine.url, checkpoint, tmp_path, level, version=-1) as pusher:
+        with_plan(pusher)
+        with pytest.raises(PushError, match=r"served wrongly.*off by 3 nats") as caught:
+            push(engine, pusher, 0, verify)
+        assert ("gpus.sleep_level = 2" in str(caught.value)) == (level == 2)
+        push(engine, pusher, 1)
+        with pytest.raises(PushError) as caught:
+            push(engine, pusher, 2, verify)
+        assert "gpus.sleep_level" not in str(caught.value)
+
+
 @pytest.mark.parametrize("call", ["/wake_up weights", "/wake_up kv_cache"])
 def test_an_engine_that_does_not_wake_is_left_to_the_guard(
     engine: SleepingEngine, checkpoint: Path, tmp_path: Path, level: SleepLevel, call: str

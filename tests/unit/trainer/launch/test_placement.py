@@ -319,9 +319,44 @@ def test_vllm_starts_on_gpus_of_different_size(folder: Path) -> None:
 def test_what_sleeps_in_the_hosts_memory_is_planned(folder: Path) -> None:
     sizes, one = sizes_of(folder, "0.6B", False), machine(1, 80)
     hosts = [plan(sizes, one, sleep_level=level).host for level in (1, 2)]
-    assert hosts[0]["a sleeping vLLM"] - hosts[1]["a sleeping vLLM"] == sizes.served
+    assert hosts[0]["a sleeping vLLM"] - hosts[1]["a sleeping vLLM"] == 2 * sizes.served
     assert hosts[1]["a sleeping vLLM"] > 0  # its graphs' memory
     assert "a sleeping vLLM" not in plan(sizes, machine(2, 80)).host
+
+
+def test_vllm_sleeps_as_lightly_as_the_hosts_memory_allows(folder: Path) -> None:
+    """At level 2 it loses what no push brings back."""
+    sizes, large, apart = sizes_of(folder, "1.7B", True), machine(1, 80), machine(2, 80)
+    level_2 = sum(plan(sizes, large, sleep_level=2).host.values()) // GIB + 1
+    small = machine(1, 80, host=level_2)
+    found = plan(sizes, large, sleep_level_asked=False)
+    assert (found.sleep_level, found.transport) == (1, "files")
+    assert any("sleeps at level 1: what it has loaded waits" in line for line in found.reasons)
+    assert plan(sizes, apart, sleep_level_asked=False).sleep_level is None
+    found = plan(sizes, small, sleep_level_asked=False)
+    assert found.sleep_level == 2
+    assert any("sleeps at level 2: the host's memory does" in line for line in found.reasons)
+    for model, asked in ((sizes, True), (replace(sizes, beside=1), False)):
+        with pytest.raises(DoesNotFitError, match=r"would fit with.* gpus\.sleep_level = 2"):
+            plan(model, small, sleep_level_asked=asked)
+    settings = settings_of(folder, "fsdp.lora.rank=32")
+    assert with_placement(settings, found).gpus.sleep_level == 2
+
+
+@pytest.mark.parametrize(
+    ("sets", "level", "asked"),
+    [
+        ((), 1, False),
+        (("vllm.reasoning_parser=qwen3",), 1, True),
+        (("gpus.sleep_level=1",), 1, True),
+        (("gpus.sleep_level=2", "vllm.reasoning_parser=qwen3"), 2, True),
+    ],
+)
+def test_which_sleep_is_asked_for(
+    folder: Path, sets: tuple[str, ...], level: int, asked: bool
+) -> None:
+    request = placement_request(settings_of(folder, *sets), gpus=1)
+    assert (request.sleep_level, request.sleep_level_asked) == (level, asked)
 
 
 def test_files_of_a_push_may_be_on_a_disk(folder: Path) -> None:
