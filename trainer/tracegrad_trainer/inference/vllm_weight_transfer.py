@@ -211,6 +211,7 @@ class SafetensorsWeightTransferEngine(
         if current_platform.is_cpu():
             _unpad_for_cpu(self.model)
         initialize_layerwise_reload(self.model)
+        _declare_padding(self.model)
         self._is_loading = True
 
     def _load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -310,6 +311,35 @@ def _missing_layers(model: torch.nn.Module) -> list[str]:
         if not padded:
             missing.append(name)
     return missing
+
+
+def _declare_padding(model: torch.nn.Module) -> None:
+    """vLLM's blockwise fp8 makes experts wider than they are loaded, and does not say so as its
+    other methods do: a layer would never fill up, and all experts wait in full for the end."""
+    for layer in model.modules():
+        if isinstance(layer, RoutedExperts):
+            for name, parameter in layer.named_parameters(recurse=False):
+                loaded, made = _expert_sizes(layer.moe_config, name)
+                if parameter[0].numel() == made and not hasattr(parameter, "weight_loader_numel"):
+                    parameter.weight_loader_numel = len(parameter) * loaded
+
+
+def _expert_sizes(config: Any, name: str) -> tuple[int, int]:
+    """Elements of one expert in a parameter: that are loaded, and with its padding."""
+    shards = 1 + config.is_act_and_mul
+    loaded, made = (
+        {
+            "w13_weight": shards * inner * hidden,
+            "w13_bias": shards * inner,
+            "w2_weight": hidden * inner,
+            "w2_bias": hidden,
+        }.get(name, 0)
+        for hidden, inner in (
+            (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded),
+            (config.hidden_dim, config.intermediate_size_per_partition),
+        )
+    )
+    return loaded, made
 
 
 def _tied_heads(model: torch.nn.Module) -> set[torch.nn.Module]:
