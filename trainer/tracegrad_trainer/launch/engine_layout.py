@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tracegrad_trainer.launch.machine import Gpu
@@ -39,10 +40,14 @@ class EngineLayout:
 
 
 def fit_engine(
-    gpus: list[Gpu], sizes: ModelSizes, request: PlacementRequest, beside: int
+    gpus: list[Gpu],
+    sizes: ModelSizes,
+    request: PlacementRequest,
+    beside: int,
+    buffers: Callable[[int], int],
 ) -> EngineLayout | str:
     """The layout with the smallest copies, or why there is none. `beside`: bytes of each GPU that
-    ranks keep while vLLM serves."""
+    ranks keep while vLLM serves; `buffers`: that pushes take, by how many GPUs a copy has."""
     count = len(gpus)
     room = min(map(room_of, gpus))
     total = min(gpu.total for gpu in gpus)
@@ -58,7 +63,7 @@ def fit_engine(
         weights = -(-sizes.served // size)
         # Logits are gathered: the first GPU of a copy has those of the whole vocabulary.
         workspace = CONTEXT + WORKSPACE + _PER_LOGIT * request.max_num_seqs * sizes.vocabulary
-        left = room - beside - weights - workspace
+        left = room - beside - buffers(size) - weights - workspace
         kv = left
         if request.kv_cache_bytes:
             kv = request.kv_cache_bytes
@@ -68,11 +73,13 @@ def fit_engine(
         if needed * a_token <= kv <= left:
             return EngineLayout(size, copies, weights, workspace, kv, kv // a_token)
         wanted = weights + workspace + max(kv if kv != left else 0, needed * a_token)
-        trained = f" beside {in_gib(beside)} of training state" if beside else ""
+        taken = {"training state": beside, "a push's buffers": buffers(size)}
+        others = " and ".join(f"{in_gib(n)} of {name}" for name, n in taken.items() if n)
         said = (
             f"vLLM on {size} GPU{'s' * (size > 1)} needs {in_gib(wanted)} of each (weights"
             f" {in_gib(weights)}, working memory {in_gib(workspace)}, a KV cache of {needed} tokens"
-            f" {in_gib(needed * a_token)}){trained}, and has {in_gib(room)}"
+            f" {in_gib(needed * a_token)}){f' beside {others}' if others else ''}, and has"
+            f" {in_gib(room)}"
         )
     return said
 

@@ -92,6 +92,7 @@ def model_sizes(model: nn.Module, settings: TrainerSettings, *, gpus: int) -> Mo
         ways={name: ranks(fsdp) for name, fsdp in _lighter(settings.fsdp).items()} if gpus else {},
         pushed_to_memory=_in_memory(settings.push.folder),
         largest=itemsize * max(map(_pushed_elements, model.parameters())),
+        experts=itemsize * _expert_elements(model),
     )
 
 
@@ -192,6 +193,15 @@ def _pushed_elements(parameter: nn.Parameter) -> int:
     """Of one tensor in a push: a mixture's experts, which are stacked here, come one by one."""
     stacked = parameter.shape[0] if parameter.ndim > 2 else 1
     return parameter.numel() // stacked
+
+
+def _expert_elements(model: nn.Module) -> int:
+    """Of the block with the most: its experts are stacked in one module."""
+    sums = (
+        sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 2)
+        for module in model.modules()
+    )
+    return max(sums, default=0)
 
 
 def _in_memory(folder: Path | None) -> bool:

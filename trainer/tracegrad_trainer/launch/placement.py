@@ -6,7 +6,7 @@ comes out. The rule is in docs/gpus.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -173,11 +173,10 @@ def _plan(
     if split.engine:
         gpus = [machine.gpus[n] for n in split.engine]
         beside = sizes.ranks[len(split.train)].between_steps if split.shared else 0
-        buffers = _buffers(sizes, request, split)
-        found = fit_engine(gpus, sizes, request, beside + buffers)
-        if isinstance(found, str) and buffers and not request.transport_asked:
+        found = fit_engine(gpus, sizes, request, beside, _buffers(sizes, request, split))
+        if isinstance(found, str) and not request.transport_asked:
             request = replace(request, transport="files")
-            found = fit_engine(gpus, sizes, request, beside)
+            found = fit_engine(gpus, sizes, request, beside, _buffers(sizes, request, split))
         if isinstance(found, str):
             return _Refusal(0, found)
         layout = found
@@ -250,7 +249,7 @@ def _assemble(
         gpu_memory_utilization=share if layout else None,
         kv_tokens=tokens,
         gpus=tuple(
-            _gpu_plan(gpu, sizes, split, layout, _buffers(sizes, request, split))
+            _gpu_plan(gpu, sizes, split, layout, _buffers(sizes, request, split)(size))
             for gpu in machine.gpus
         ),
         transport=request.transport,
@@ -263,8 +262,10 @@ def _assemble(
     )
 
 
-def _buffers(sizes: ModelSizes, request: PlacementRequest, split: Split) -> int:
-    return push_buffers(sizes, request, ranks=len(split.train), shared=split.shared)
+def _buffers(sizes: ModelSizes, request: PlacementRequest, split: Split) -> Callable[[int], int]:
+    """Of a push, by how many GPUs a copy of the model has."""
+    ranks, shared = len(split.train), split.shared
+    return lambda size: push_buffers(sizes, request, size, ranks=ranks, shared=shared)
 
 
 def _gpu_plan(

@@ -69,6 +69,7 @@ class ModelSizes:
     inner: int = 0  # greatest common divisor of the widths of MLPs and experts; 0: not known
     pushed_to_memory: bool = True  # those files are in the host's memory
     largest: int = 0  # bytes of its largest tensor in a push
+    experts: int = 0  # bytes of a block's experts in a push
     beside: int = 0  # bytes of `served` that are not trained, as a vision tower's
 
 
@@ -95,13 +96,19 @@ class PlacementRequest:
     train_on_gpu: bool = True
 
 
-def push_buffers(sizes: ModelSizes, request: PlacementRequest, *, ranks: int, shared: bool) -> int:
-    """Bytes on each of vLLM's GPUs, beside it and a rank that is there: with `ipc` rank 0 has a
-    context on the GPU and a bucket, which the worker copies. On the one GPU of both there is
-    room: a vLLM that was asleep has no KV cache yet while it loads."""
-    if request.transport != "ipc" or (shared and ranks == 1):
+def push_buffers(
+    sizes: ModelSizes, request: PlacementRequest, size: int, *, ranks: int, shared: bool
+) -> int:
+    """Bytes on each of vLLM's GPUs, beside it and a rank that is there, where `size` of them hold
+    the model. A worker copies whole tensors, until it has all of a layer, and then makes its part
+    of that; with `ipc` rank 0 has a context on the GPU and a bucket besides. On the one GPU of
+    both there is room: a vLLM that was asleep has no KV cache yet while it loads."""
+    if request.transport not in ("ipc", "nccl") or (shared and ranks == 1):
         return 0
-    return CONTEXT + 2 * max(BUCKET_BYTES, sizes.largest)
+    bucket = max(BUCKET_BYTES, sizes.largest)
+    layer = max(bucket, sizes.experts)
+    copied = layer + -(-layer // size)
+    return copied if request.transport == "nccl" else CONTEXT + bucket + copied
 
 
 def room_of(gpu: Gpu) -> int:

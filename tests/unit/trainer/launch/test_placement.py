@@ -166,7 +166,8 @@ def test_a_push_between_gpus_has_its_buffers_planned(folder: Path) -> None:
     files = plan(sizes, machine(8, 80))
     shared = plan(sizes, machine(8, 80), transport="ipc", transport_asked=False)
     assert (files.transport, shared.transport) == ("files", "ipc")
-    wanted = GIB + 2 * sizes.largest  # a context of rank 0, a bucket and the worker's copy of it
+    # A context of rank 0 and a bucket; the worker's copy of it, and the layer that it makes of it.
+    wanted = GIB + 3 * sizes.largest
     for before, after in zip(files.gpus[:6], shared.gpus[:6], strict=True):
         assert after.serving["a push's buffers"] == wanted
         assert before.serving["KV cache"] - after.serving["KV cache"] == wanted
@@ -176,6 +177,23 @@ def test_a_push_between_gpus_has_its_buffers_planned(folder: Path) -> None:
     one = plan(sizes_of(folder, "0.6B", False), machine(1, 80), transport="ipc")
     assert (one.shared, one.transport) == (True, "ipc")
     assert "a push's buffers" not in one.gpus[0].serving
+
+
+def test_a_push_into_a_mixture_has_room_for_the_experts_of_a_block(folder: Path) -> None:
+    """A worker holds them whole until all have come, and then its part of them."""
+    sizes, eight = sizes_of(folder, "235B-A22B", True), machine(8, 141)
+    assert sizes.experts == 2 * 128 * 3 * 4096 * 1536
+    assert sizes_of(folder, "8B", True).experts == 0
+    found = plan(sizes, eight, transport="ipc", transport_asked=False)
+    assert (found.transport, found.tensor_parallel) == ("ipc", 4)
+    assert found.gpus[0].serving["a push's buffers"] == (
+        GIB + sizes.largest + sizes.experts + sizes.experts // 4
+    )
+    found = plan(sizes, eight, transport="nccl")
+    assert found.gpus[0].serving["a push's buffers"] == sizes.experts + sizes.experts // 4
+    wide = replace(sizes, experts=40 * GIB)
+    found = plan(wide, eight, transport="ipc", transport_asked=False)
+    assert (found.transport, found.tensor_parallel) == ("files", 4)
 
 
 def test_a_push_goes_by_files_where_its_buffers_have_no_room(folder: Path) -> None:
