@@ -126,6 +126,7 @@ class WeightPublisher:
                     keep_cache=settings.push.kv_cache == "keep",
                     rolling=settings.push.rollout == "rolling",
                     canary=_canary(settings),
+                    stages=settings.vllm.on_cpu,
                 )
             )
             stack.enter_context(EngineWatch(self.pusher))

@@ -101,7 +101,8 @@ class WeightPusher:
     the files' tensors reach an engine, of its URL and `timeout_s`; default: it sees the files.
     `keep_cache`: running requests keep what the old weights computed; calls must be told apart
     by version then (vLLM's `cache_salt`), as the proxy does. `rolling`: engines change one
-    after the other. `canary`: for candidates.
+    after the other. `canary`: for candidates. `stages`: engines are asked to make weights ready
+    while they serve, which those on GPUs do not.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class WeightPusher:
         keep_cache: bool = False,
         rolling: bool = False,
         canary: CanaryEngine | CanaryAdapter | None = None,
+        stages: bool = True,
     ) -> None:
         files = sorted(checkpoint.glob("*.safetensors")) if checkpoint else []
         if checkpoint and not files:
@@ -171,7 +173,7 @@ class WeightPusher:
             )
         connects = transport is not VllmControl
         # An adapter is loaded into the old one's place, and an engine that sleeps has no room.
-        stages = not (connects or sleep or adapter is not None)
+        stages = stages and not (connects or sleep or adapter is not None)
         self._swap = WeightSwap(engines, proxy, halt, connects=connects, stages=stages)
         self._canary = None if canary is None else CanaryPush(self._swap, canary, urls)
         self._restore = WeightRestore(self._swap)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from support.trainer.step_samples import trainer_settings
 from tracegrad_trainer.inference import publish, weight_files
 from tracegrad_trainer.inference.canary_push import CanaryAdapter, CanaryEngine
 from tracegrad_trainer.inference.control_routes import PushError, ServedWeights
@@ -51,6 +52,27 @@ def publisher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Weigh
     with WeightPusher("http://127.0.0.1:1", directory=tmp_path) as pusher:
         made.pusher = pusher
         yield made
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_only_a_vllm_on_a_cpu_is_asked_to_make_weights_ready(
+    on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def pusher(*_: object, **options: object) -> nullcontext[None]:
+        given.update(options)
+        return nullcontext()
+
+    monkeypatch.setattr(publish, "is_rank_zero", lambda: True)
+    monkeypatch.setattr(publish, "WeightPusher", pusher)
+    monkeypatch.setattr(publish, "EngineWatch", lambda pusher: nullcontext())
+    monkeypatch.setattr(WeightPublisher, "_pushed_bytes", lambda self: 0)
+    settings = trainer_settings(tmp_path, vllm={"device": "cpu" if on_cpu else "cuda"})
+    learner: Any = SimpleNamespace(precision=0.1, device=torch.device("cpu"), model=None)
+    with ExitStack() as stack:
+        WeightPublisher(settings, learner, stack)
+    assert given["stages"] == on_cpu
 
 
 def write(

@@ -75,6 +75,20 @@ def test_a_push_walks_in_order(engine: SleepingEngine, pusher: WeightPusher) -> 
     assert report.held_s == sum(report.seconds[stage] for stage in stages[2:])
 
 
+def test_an_engine_on_gpus_gets_files_in_one_request(
+    engine: SleepingEngine, checkpoint: Path
+) -> None:
+    """It makes nothing ready: to be asked to would be a request for each 8 MiB."""
+    with WeightPusher(
+        engine.url, engine.url, checkpoint=checkpoint, directory=checkpoint, stages=False
+    ) as pusher:
+        pusher.push(1, weights(1.0))
+    assert engine.calls[:5] == ["/api/push/hold", PAUSE, *LOAD]
+    [update] = engine.sent("/update_weights")
+    assert update["update_info"].keys() == {"paths"}
+    assert engine.serves
+
+
 def test_calls_wait_until_a_first_push_is_verified(
     engine: SleepingEngine, checkpoint: Path
 ) -> None:
