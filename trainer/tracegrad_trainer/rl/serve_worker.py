@@ -7,7 +7,6 @@ their checkpoint is being written, let rank 0 commit the step with its turns, ag
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -104,8 +103,8 @@ class ServeWorker:
         training = self.training
         run_on_rank_zero(self._act_before_start)
         training.resume()
-        while not run_on_rank_zero(self._check_endpoints):
-            pass  # vLLM may take longer to start than a collective may last
+        self._await_endpoints()
+        run_on_rank_zero(self._check_endpoints)
         training.watch.lap("start")
         if self.control is not None and self.publisher.pusher is not None:
             self.control.start(self.publisher.pusher)
@@ -131,25 +130,23 @@ class ServeWorker:
         if stepped:
             self.training.report_served(stepped=True)
 
-    def _check_endpoints(self) -> bool:
-        """Once they answer: whether they are what we train for; False: they do not yet.
-
-        Raises:
-            ValueError: they are not.
-        """
-        if not self._await_endpoints(PATIENCE_S):
-            return False
+    def _check_endpoints(self) -> None:
+        """Whether they are what we train for. Raises ValueError."""
         if not self.stopping():
             vllm = self.settings.vllm
             check_engines(vllm.urls, vllm, "vllm.urls")
             check_engines(self.settings.push.engines, vllm)
             check_served_tokenizer(self.settings)
-        return True
 
-    def _await_endpoints(self, patience_s: float = math.inf) -> bool:
-        """Until vLLM and the proxy answer; `trainer serve` starts them again, and ends us if they
-        cannot. False: they did not for so long."""
-        deadline = time.monotonic() + patience_s
+    def _await_endpoints(self) -> None:
+        """On all ranks, until vLLM and the proxy answer; `trainer serve` starts them again, and
+        ends us if they cannot. They may take longer than a collective may last."""
+        while not run_on_rank_zero(self._endpoints_answer):
+            pass
+
+    def _endpoints_answer(self) -> bool:
+        """Waits PATIENCE_S for it at most."""
+        deadline = time.monotonic() + PATIENCE_S
         first, *others = self.settings.engine_urls
         ours = first if self.settings.vllm.is_attached else "vLLM"
         probes = {
@@ -177,7 +174,7 @@ class ServeWorker:
         training = self.training
         # First: a vLLM that has ended meanwhile does not start before it finds its memory free.
         self.publisher.free_memory()
-        run_on_rank_zero(self._await_endpoints)
+        self._await_endpoints()
         training.report_stage("pushing")
         if training.trained_rows:
             self._record("pushing", {})
