@@ -63,7 +63,10 @@ def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         max_model_len=8192,
         kv_cache_memory_bytes=128 << 20,
         reasoning_parser="qwen3",
-        extra_args=["--structured-outputs-config", '{"enable_in_reasoning": true}'],
+        extra_args=[
+            *("--structured-outputs-config", '{"enable_in_reasoning": true}'),
+            *("--override-generation-config", '{"top_k": 1, "repetition_penalty": 2.0}'),
+        ],
         log=tmp_path_factory.mktemp("vllm") / "vllm.log",
     )
     with VllmProcess(settings) as process:
@@ -142,6 +145,29 @@ def test_chat_completions(proxy: str, turns: Turns, stream: bool, echo: str) -> 
                 result = {"role": "tool", "tool_call_id": call.id, "content": f"a {number}  b"}
                 messages.append(result)
     assert_one_exact_path(turns(rollout))
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_defaults_of_the_engine_do_not_bend_what_is_trained(
+    engine: str, proxy: str, turns: Turns, path: str
+) -> None:
+    prompt = "What is there?"
+    asked: dict[str, Any] = {"model": "policy", "max_tokens": 20}
+    if path == "completions":
+        asked |= {"prompt": prompt}
+        own = httpx.post(f"{engine}/v1/{path}", json={**asked, "logprobs": 0}, timeout=60).json()
+        told = own["choices"][0]["logprobs"]["token_logprobs"]
+    else:
+        asked |= {"messages": [{"role": "user", "content": prompt}]}
+        own = httpx.post(f"{engine}/v1/{path}", json={**asked, "logprobs": True}, timeout=60).json()
+        told = [token["logprob"] for token in own["choices"][0]["logprobs"]["content"]]
+    assert told == [0.0] * len(told), "the engine left it one token each"
+    rollout = f"defaults-{path.replace('/', '-')}"
+    url = f"{proxy}/rollouts/{rollout}/v1/{path}"
+    httpx.post(url, json=asked, timeout=60).raise_for_status()
+    [turn] = turns(rollout)
+    assert turn.untrainable is None
+    assert max(turn.completion_logprobs) < 0
 
 
 def echoed(reply: Any, how: str) -> dict[str, Any]:

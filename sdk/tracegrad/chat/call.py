@@ -48,6 +48,8 @@ class VisibleFields:
     logprobs: bool = False
     reasoning: bool = True
     usage: bool = True  # a chunk of usage at the end of a stream
+    # Of several tool calls the first: the engine was not asked for one alone.
+    one_tool_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """How the tokens of a call were sampled, and whether tokens sampled so may be trained.
 
-Fields and defaults are those of vLLM's chat completions, served with `--generation-config vllm`.
+Fields and defaults are those of vLLM's chat completions; an engine that has others is told these
+(`set_neutral`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,20 @@ _CONSTRAINTS = (
 )
 
 
+# What an engine is told where the request says nothing: its own defaults may be a checkpoint's, or
+# those that it was started with, and where watermarks are configured they are on.
+_NEUTRAL: Json = {**DEFAULTS, "watermarking": False}
+
+
+def set_neutral(body: Json) -> None:
+    """What the request leaves open, in place, as `sampling_params_of` records it."""
+    for name, value in _NEUTRAL.items():
+        if body.get(name) is None:
+            body[name] = value
+
+
 def sampling_params_of(body: Json) -> Json:
-    """The settings that the engine sampled with, its defaults filled in."""
+    """The settings that the engine sampled with, the defaults filled in."""
     settings: Json = {
         name: default if (value := body.get(name)) is None else value
         for name, default in DEFAULTS.items()
@@ -59,7 +72,8 @@ def force_on_policy(body: Json) -> Json:
     """The call sampled from the model's own distribution, whatever its client wished.
 
     What its answer is *for* stays: a tool that is forced by its name, response formats, stop
-    strings, lengths. That some tool must be called is not: the reply may have no call then.
+    strings, lengths. That some tool must be called is not: the reply may have no call then. Nor
+    that there must be one call alone: it may have several.
     """
     free = {name: value for name, value in body.items() if name not in _BENDING}
     free["temperature"] = 1.0
@@ -67,6 +81,8 @@ def force_on_policy(body: Json) -> Json:
         free["tools"] = [without_strict(tool) for tool in tools]
     if body.get("tool_choice") == "required":
         free["tool_choice"] = "auto"
+    if body.get("parallel_tool_calls") is False:
+        del free["parallel_tool_calls"]
     return free
 
 
@@ -114,6 +130,9 @@ def _constraints(body: Json) -> list[str]:
     functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
     if any(isinstance(each, dict) and each.get("strict") for each in functions):
         found.append("strict tools")
+    # vLLM takes a grammar of one call for it, which spells that out too.
+    if body.get("parallel_tool_calls") is False and tools and tool_choice != "none":
+        found.append("parallel_tool_calls = false")
     # None and -1: as many tokens as it likes. At 0 the end of thinking is forced at once.
     if body.get("thinking_token_budget") not in (None, -1):
         found.append("thinking_token_budget")

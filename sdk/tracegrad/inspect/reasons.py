@@ -118,8 +118,8 @@ UNTRAINED_TEXTS = {
     "sampling_truncated": ReasonText(
         "top_p, top_k or min_p cut off part of the distribution: the recorded log-probabilities "
         "are not the policy's own.",
-        "Leave top_p, top_k and min_p out of the agent's requests, and serve with "
-        '--generation-config vllm; or have the proxy overrule them (sampling = "free").',
+        "Leave top_p, top_k and min_p out of the agent's requests, or have the proxy overrule them "
+        '(sampling = "free").',
     ),
     "sampling_penalised": ReasonText(
         "A penalty or a logit bias bent the distribution that the tokens came from.",
@@ -133,11 +133,11 @@ UNTRAINED_TEXTS = {
         'requests, or have the proxy overrule them (sampling = "free").',
     ),
     "constrained": ReasonText(
-        "A grammar, schema, forced or strict tool, least length, forbidden word, list of tokens or "
-        "thinking budget allowed the model only some of the tokens.",
+        "A grammar, schema, forced or strict tool, tools one at a time, least length, forbidden "
+        "word, list of tokens or thinking budget allowed the model only some of the tokens.",
         f"{_framework_habits('constrained')}. Else leave response_format, guided decoding, "
-        "tool_choice, min_tokens, bad_words, allowed_token_ids and thinking_token_budget out, or "
-        "have the agent check the answer itself.",
+        "tool_choice, parallel_tool_calls = false, min_tokens, bad_words, allowed_token_ids and "
+        "thinking_token_budget out, or have the agent check the answer itself.",
     ),
     "media": ReasonText(
         "Its messages hold images, audio or video, whose tokens are not recorded.",

@@ -85,8 +85,9 @@ class ProxySettings(FileSettings):
     sampling: Literal["as_asked", "free"] = Field(
         "as_asked",
         description="free: temperature 1 and nothing that bends the distribution (top_p, top_k,"
-        " min_p, penalties, logit_bias, strict tools, tool_choice required), whatever the agent"
-        " asks for, so that its turns can be trained",
+        " min_p, penalties, logit_bias, strict tools, tool_choice required,"
+        " parallel_tool_calls false), whatever the agent asks for, so that its turns can be"
+        " trained",
     )
     routed_experts: bool = Field(
         False,

@@ -20,5 +20,6 @@ BENT: dict[str, Any] = {
     "logits_processors": ["boost"],
     "use_beam_search": True,
     "watermarking": True,
+    "parallel_tool_calls": False,
     "tools": [STRICT],
 }

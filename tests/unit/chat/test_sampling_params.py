@@ -22,12 +22,14 @@ from tracegrad.chat.sampling_params import (
 )
 from tracegrad.events import GREEDY_BELOW
 
+FUNCTION_TOOL = {"type": "function", "function": FUNCTION}
+
 
 def test_a_freed_call_can_be_trained() -> None:
     assert untrainable_reason(BENT, sampling_params_of(BENT)) == "greedy"
     body = force_on_policy(BENT)
     assert untrainable_reason(body, sampling_params_of(body)) is None
-    assert body == {"temperature": 1.0, "tools": [{"type": "function", "function": FUNCTION}]}
+    assert body == {"temperature": 1.0, "tools": [FUNCTION_TOOL]}
     assert BENT["tools"][0]["function"]["strict"] is True, "what the client sent stays"
 
 
@@ -44,6 +46,13 @@ def test_a_freed_call_can_be_trained() -> None:
         ({"tools": [STRICT, STRICT]}, ["strict tools"]),
         ({"tool_choice": "required"}, ['tool_choice = "required"']),
         ({"tool_choice": {"type": "function"}}, ["tool_choice"]),
+        (
+            {"tools": [FUNCTION_TOOL], "parallel_tool_calls": False},
+            ["parallel_tool_calls = false"],
+        ),
+        ({"tools": [FUNCTION_TOOL], "parallel_tool_calls": True}, []),
+        ({"tools": [FUNCTION_TOOL], "parallel_tool_calls": False, "tool_choice": "none"}, []),
+        ({"tools": [], "parallel_tool_calls": False}, []),
         ({"response_format": {"type": "json_object"}}, ["response_format"]),
         ({"response_format": {"type": "text"}, "thinking_token_budget": -1}, []),
         ({"min_tokens": 3, "thinking_token_budget": 0}, ["thinking_token_budget", "min_tokens"]),
@@ -100,13 +109,15 @@ def bent_by(name: str) -> dict[str, Any]:
         "tools": [STRICT],
         "tool_choice": "required",
     }
+    if name == "parallel_tool_calls":
+        return {"tools": [FUNCTION_TOOL], name: False}
     return {name: given.get(name, 1)}
 
 
 # They say what the prompt is, when a reply ends, or how an answer is sent.
 HARMLESS = """
 messages model logprobs top_logprobs max_tokens max_completion_tokens n seed stop stream
-stream_options reasoning_effort include_reasoning parallel_tool_calls user length_penalty
+stream_options reasoning_effort include_reasoning user length_penalty
 stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens
 spaces_between_special_tokens truncate_prompt_tokens truncation_side prompt_logprobs
 logprob_token_ids echo add_generation_prompt continue_final_message add_special_tokens documents

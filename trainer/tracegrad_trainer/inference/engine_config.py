@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad_trainer.config.vllm import VllmSettings
 from tracegrad_trainer.utils.network import http_client
 
@@ -40,6 +41,9 @@ def missing_options(config: dict[str, Any], ours: VllmSettings) -> list[str]:
     for option, value in wanted.items():
         if model.get(option) != value:
             needed.append(f"--{option.replace('_', '-')} {value}")
+    # They apply whatever `generation_config` says.
+    if DEFAULTS.keys() & (model.get("override_generation_config") or {}).keys():
+        needed.append("--override-generation-config '{}'")
     name, served = ours.base_model_name, model.get("served_model_name")
     if served is not None and name not in ([served] if isinstance(served, str) else served):
         needed.append(f"--served-model-name {name}")

@@ -154,7 +154,7 @@ class LlmCallEndpoint:
         run, rules = self._services.workers.run, self._services.rules
         call = await run(call.size, rules.apply, call.with_one_system(), admin=caller.admin)
         if self._services.force_on_policy:
-            call = replace(call, body=sampling_params.force_on_policy(call.body))
+            call = _on_policy(call)
         if is_retry(headers) and (given := await self._recorded_turns(known)):
             return await self._replay_recorded(call, given, scope, send)
         plan = await self._plan(call, owner)
@@ -446,6 +446,16 @@ class LlmCallEndpoint:
         )
         if all(completion.finish_reason is not None for completion in completions):
             self._services.retry_cache.record_answer(context.fingerprint, turn_ids)
+
+
+def _on_policy(call: Call) -> Call:
+    """Sampled freely; a client that wants one tool call at a time gets the first that came."""
+    one = call.body.get("parallel_tool_calls") is False
+    return replace(
+        call,
+        body=sampling_params.force_on_policy(call.body),
+        visible=replace(call.visible, one_tool_call=one),
+    )
 
 
 def _was_sent(context: CallContext, upstream: str) -> None:

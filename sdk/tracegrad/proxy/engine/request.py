@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import orjson
 
 from tracegrad.chat.call import CHAT_PATH, Call
+from tracegrad.chat.sampling_params import set_neutral
 from tracegrad.proxy.engine.prompt_texts import prompt_texts
 from tracegrad.proxy.engine.routed_experts import ROUTED_EXPERTS_START
 
@@ -45,6 +46,7 @@ def request_body(call: Call, ask: EngineRequest) -> bytes:
             body["stream_options"] = {"include_usage": True}
     if ask.return_tokens:
         body["return_token_ids"] = True
+        set_neutral(body)
         if call.path == CHAT_PATH:
             body["logprobs"] = True
         elif body.get("logprobs") is None:

@@ -163,6 +163,10 @@ def engine_queued_s(answer: Json) -> float | None:
 
 def _closed(body: Json, replies: list[SampledCompletion], call: Call) -> EngineResponse:
     for reply, choice in zip(replies, body["choices"], strict=True):
+        if call.visible.one_tool_call and (
+            tools := (choice.get("message") or {}).get("tool_calls")
+        ):
+            del tools[1:]
         for tool in (choice.get("message") or {}).get("tool_calls") or ():
             if tool.get("id"):
                 tool["id"] = tool_call_id(tool["id"], call.tool_call_prefix)

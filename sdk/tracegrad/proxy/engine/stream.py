@@ -321,6 +321,8 @@ class _Choice:
             self.text_end = _text_end(choice) or self.text_end
         else:
             delta = choice["delta"]
+            if call.visible.one_tool_call and (tools := delta.get("tool_calls")):
+                _keep_first_call(delta, tools)
             self._say(delta, call.tool_call_prefix)
             self._note_words(delta.get("content"), delta.get("reasoning"))
         if (finish := _typed(str, choice.get("finish_reason"))) is not None:
@@ -411,6 +413,13 @@ class _Choice:
             known["id"] = delta["id"] = tool_call_id(engine_id, prefix)
         known["function"]["name"] += function.get("name") or ""
         known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def _keep_first_call(delta: Json, tools: list[Json]) -> None:
+    """Of the tool calls that a chunk tells a part of, in place."""
+    tools[:] = [tool for tool in tools if tool["index"] == 0]
+    if not tools:
+        del delta["tool_calls"]
 
 
 def _typed(kind: type[T], value: Any) -> T | None:

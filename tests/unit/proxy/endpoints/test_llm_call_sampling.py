@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from support.chat.bent_sampling import BENT
-from support.engines.mock_engine import MODEL, MockEngine
+from support.engines.mock_engine import MODEL, Answer, MockEngine
 from support.proxy.proxy_with_engine import ServeProxy
+from tracegrad.chat.sampling_params import DEFAULTS
 from tracegrad.events import Turn
 from tracegrad.inspect.asked_settings import asked_settings
 
 PATH = "/rollouts/r1/v1/chat/completions"
+NEUTRAL = {**DEFAULTS, "watermarking": False}
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **BENT}
 
 
@@ -34,13 +36,48 @@ def test_the_engine_is_asked_for_free_samples(
     with sampling("free") as http:
         assert http.post(PATH, json={**ASK, "stream": stream}).status_code == 200
     asked = engine.requests[-1]
-    assert asked["temperature"] == 1.0
-    assert not {"top_p", "top_k", "min_p", "logit_bias"} & set(asked)
+    assert said_of_sampling(asked) == NEUTRAL
+    assert "logit_bias" not in asked
     [turn] = turns("r1")
     assert turn.untrainable is None
     assert turn.sampling["temperature"] == 1.0
     assert turn.request is not None
     assert turn.request["top_p"] == 0.9
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_the_engines_own_defaults_are_not_used(
+    sampling: Callable[[str], Any],
+    engine: MockEngine,
+    turns: Callable[..., list[Turn]],
+    path: str,
+) -> None:
+    """vLLM has a checkpoint's, or a watermark, where a request says nothing or null."""
+    asked = {"prompt": "Hello"} if path == "completions" else {"messages": ASK["messages"]}
+    with sampling("as_asked") as http:
+        for said in ({}, {"top_p": None, "min_p": 0.1}, {"watermarking": True, "top_k": 40}):
+            body = {"model": MODEL, **asked, **said}
+            http.post(f"/rollouts/r1/v1/{path}", json=body).raise_for_status()
+            told = {name: value for name, value in said.items() if value is not None}
+            assert said_of_sampling(engine.requests[-1]) == NEUTRAL | told
+    plain, *bent = turns("r1")
+    assert plain.untrainable is None
+    assert plain.sampling == DEFAULTS
+    assert plain.request == {"model": MODEL, **asked}, "what the client sent stays"
+    assert [turn.untrainable for turn in bent] == ["sampling_truncated"] * 2
+
+
+def test_an_engine_that_is_not_vllm_is_told_what_was_asked_alone(
+    serve_proxy: ServeProxy, engine: MockEngine
+) -> None:
+    with serve_proxy(upstream_kind="openai") as http:
+        body = {"model": MODEL, "messages": ASK["messages"]}
+        http.post(PATH, json=body).raise_for_status()
+    assert said_of_sampling(engine.requests[-1]) == {}
+
+
+def said_of_sampling(asked: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if name in NEUTRAL}
 
 
 def test_by_default_the_proxy_samples_as_asked(
@@ -96,6 +133,11 @@ KEPT_AND_FREED: dict[str, tuple[dict[str, Any], list[str], str | None]] = {
         },
         ["tool_choice", "allowed_token_ids"],
         None,
+    ),
+    "one call alone": (
+        {"tools": [TOOL], "parallel_tool_calls": False, "allowed_token_ids": [5, 6]},
+        ["allowed_token_ids"],
+        "parallel_tool_calls = false",
     ),
     "greedy": ({"temperature": 0, "min_tokens": 3}, [], "temperature = 0 and min_tokens"),
 }
@@ -195,3 +237,41 @@ def test_a_call_of_some_tool_is_overruled_and_that_of_one_by_name_is_not(
     assert turn.request is not None
     assert some.items() <= turn.request.items(), "what the client sent stays"
     assert [turn.untrainable for turn in turns("one") + turns("asked")] == ["constrained"] * 2
+
+
+# How each dialect asks for one tool call at a time.
+ALONE: dict[str, dict[str, Any]] = {
+    "chat": {"parallel_tool_calls": False},
+    "responses": {"parallel_tool_calls": False},
+    "messages": {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", ALONE)
+def test_one_call_alone_is_a_grammar_of_the_engines_or_the_first_that_came(
+    sampling: Callable[[str], Any],
+    engine: MockEngine,
+    turns: Callable[..., list[Turn]],
+    case: str,
+    stream: bool,
+) -> None:
+    path, body, *_ = FORCED[case]
+    body = {**body, **ALONE[case], "stream": stream}
+    two = Answer("", [("look", '{"n": 1}'), ("look", '{"n": 4711}')])
+    with sampling("free") as http:
+        engine.replies.append(two)
+        shown = http.post(f"/rollouts/free/{path}", json=body).raise_for_status().text
+        assert "parallel_tool_calls" not in engine.requests[-1]
+    assert "look" in shown
+    assert "4711" not in shown
+    [turn] = turns("free")
+    assert turn.untrainable is None
+    assert list(turn.completion_token_ids) == two.token_ids
+    assert turn.response is not None
+    [call] = turn.response["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": '{"n": 1}'}
+    with sampling("as_asked") as http:
+        http.post(f"/rollouts/asked/{path}", json=body).raise_for_status()
+        assert engine.requests[-1]["parallel_tool_calls"] is False
+    assert turns("asked")[0].untrainable == "constrained"

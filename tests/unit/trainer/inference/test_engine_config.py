@@ -36,6 +36,8 @@ def config(**model: Any) -> dict[str, Any]:
 def test_nothing_is_missing_of_one_that_was_started_as_ours() -> None:
     assert missing_options(config(), OURS) == []
     assert missing_options(config(served_model_name=["other", "policy"]), OURS) == []
+    lengths = {"override_generation_config": {"max_new_tokens": 99}}
+    assert missing_options(config(**lengths), OURS) == []
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,7 @@ def test_nothing_is_missing_of_one_that_was_started_as_ours() -> None:
     [
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
         ({"generation_config": "auto"}, "--generation-config vllm"),
+        ({"override_generation_config": {"top_k": 20}}, "--override-generation-config '{}'"),
         ({"max_model_len": 2048}, "--max-model-len 4096"),
         ({"served_model_name": "other"}, "--served-model-name policy"),
     ],
