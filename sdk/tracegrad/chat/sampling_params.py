@@ -6,6 +6,8 @@ Fields and defaults are those of vLLM's chat completions; an engine that has oth
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tracegrad.chat.messages import without_strict
 from tracegrad.events import GREEDY_BELOW, Json
 
@@ -84,6 +86,15 @@ def force_on_policy(body: Json) -> Json:
     if body.get("parallel_tool_calls") is False:
         del free["parallel_tool_calls"]
     return free
+
+
+# Calls that an engine samples by a grammar, whatever they ask for.
+EngineGrammar = Literal["asked", "tools", "chat"]
+
+
+def engine_constrains(body: Json, grammar: EngineGrammar) -> bool:
+    """Whether the engine samples this chat call by a grammar that it did not ask for."""
+    return grammar == "chat" or (grammar == "tools" and bool(body.get("tools")))
 
 
 def untrainable_reason(body: Json, settings: Json) -> str | None:

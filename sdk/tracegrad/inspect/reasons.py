@@ -134,7 +134,8 @@ UNTRAINED_TEXTS = {
     ),
     "constrained": ReasonText(
         "A grammar, schema, forced or strict tool, tools one at a time, least length, forbidden "
-        "word, list of tokens or thinking budget allowed the model only some of the tokens.",
+        "word, list of tokens or thinking budget allowed the model only some of the tokens; or the "
+        "engine does so by itself (engine_grammar of [proxy]).",
         f"{_framework_habits('constrained')}. Else leave response_format, guided decoding, "
         "tool_choice, parallel_tool_calls = false, min_tokens, bad_words, allowed_token_ids and "
         "thinking_token_budget out, or have the agent check the answer itself.",

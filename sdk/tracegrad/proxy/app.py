@@ -179,6 +179,7 @@ def create_app(
         retry_cache=RetryCache(others, most_bytes=min(MOST_BYTES, ANSWERED_BYTES * remembered)),
         model=settings.model,
         force_on_policy=settings.sampling == "free" and upstream.capabilities.tokens,
+        engine_grammar=settings.engine_grammar,
         routed_experts=settings.routed_experts,
         workers=workers,
         rules=RequestRules.of(settings),

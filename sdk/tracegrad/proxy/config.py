@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasChoices, Field, Secret, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from tracegrad.chat.sampling_params import EngineGrammar
 from tracegrad.log_format import LogFormat
 from tracegrad.protocol import API_KEY_PREFIX
 from tracegrad.settings_sources import SETTINGS_FILE, FileSettings, SettingsError, read_toml
@@ -88,6 +89,12 @@ class ProxySettings(FileSettings):
         " min_p, penalties, logit_bias, strict tools, tool_choice required,"
         " parallel_tool_calls false), whatever the agent asks for, so that its turns can be"
         " trained",
+    )
+    engine_grammar: EngineGrammar = Field(
+        "asked",
+        description="which calls the engine samples by a grammar: asked, those that ask for one;"
+        " tools, also those that have tools; chat, all chat calls. Their turns are kept as"
+        " constrained; see docs/agents.md",
     )
     routed_experts: bool = Field(
         False,

@@ -29,6 +29,8 @@ DIE_WITH_PARENT_VARIABLE = "TRACEGRAD_DIE_WITH_PARENT"
 FORK_ENGINE_VARIABLE = "TRACEGRAD_FORK_ENGINE"
 ADAPTER_VARIABLE = "TRACEGRAD_ADAPTER"
 CPU_KV_BYTES = 256 << 20
+# Those of vLLM's that constrain tool calls where its options leave it to them.
+STRICT_TOOL_PARSERS = frozenset({"glm45", "glm47"})
 
 WeightsDtype = Literal["float32", "float16", "bfloat16"]
 ServingDtype = Literal["float32", "float16", "bfloat16", "fp8"]
@@ -327,6 +329,8 @@ class VllmSettings(BaseModel):
             "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
             DIE_WITH_PARENT_VARIABLE: "1",
         }
+        if samples_tools_by_grammar(vars(self)):
+            variables |= {"VLLM_ENFORCE_STRICT_TOOL_CALLING": "0"}
         if self.api_key is not None:
             variables |= {ENGINE_KEY_VARIABLE: self.api_key.get_secret_value()}
         if self.adapter is not None:
@@ -372,6 +376,15 @@ def engine_base_urls(urls: Sequence[str]) -> tuple[str, ...]:
 def serves_fp8(settings: Mapping[str, Any]) -> bool:
     """Of `[vllm]`, which may not be checked yet: whether weights or KV cache are of 8 bits."""
     return asked_quantization(settings) is not None or caches_fp8(settings)
+
+
+def samples_tools_by_grammar(settings: Mapping[str, Any]) -> bool:
+    """Of `[vllm]`, which may not be checked yet: whether vLLM holds tool calls to a grammar that no
+    request asks for, whose tokens are no sample of the policy."""
+    words = _extra_args(settings)
+    parser = _option(words, "--tool-call-parser") or settings.get("tool_call_parser")
+    level = _option(words, "--tool-strict-level") or "auto"
+    return parser in STRICT_TOOL_PARSERS or level != "auto"
 
 
 def caches_fp8(settings: Mapping[str, Any]) -> bool:

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tracegrad.chat import sampling_params
-from tracegrad.chat.call import Call
+from tracegrad.chat.call import CHAT_PATH, Call
 from tracegrad.events import OVER_LENGTH, Json, Turn, new_id
 from tracegrad.proxy.auth.middleware import caller_of, engine_headers
 from tracegrad.proxy.auth.rollout_attribution import CallOwner, TraceIndex, attribute_call
@@ -83,6 +83,7 @@ class ProxyServices:
     retry_cache: RetryCache
     model: str | None
     force_on_policy: bool
+    engine_grammar: sampling_params.EngineGrammar
     routed_experts: bool
     workers: WorkerThreads
     rules: RequestRules
@@ -155,6 +156,10 @@ class LlmCallEndpoint:
         call = await run(call.size, rules.apply, call.with_one_system(), admin=caller.admin)
         if self._services.force_on_policy:
             call = _on_policy(call)
+        if call.path == CHAT_PATH and sampling_params.engine_constrains(
+            call.body, self._services.engine_grammar
+        ):
+            call = replace(call, untrainable=call.untrainable or "constrained")
         if is_retry(headers) and (given := await self._recorded_turns(known)):
             return await self._replay_recorded(call, given, scope, send)
         plan = await self._plan(call, owner)

@@ -29,6 +29,8 @@ def resumed(call: Call, said: int) -> Call | None:
     # A stop string may have begun, in words that are held back until that is known.
     if call.n != 1 or body.get("stop") or any(body.get(name) for name in _OF_THE_PROMPT):
         return None
+    if call.untrainable == "constrained":  # by the engine
+        return None
     if sampling_params.untrainable_reason(body, settings) not in _WITHOUT_MEMORY:
         return None
     if call.path != CHAT_PATH:

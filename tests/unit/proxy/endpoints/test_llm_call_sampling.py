@@ -275,3 +275,33 @@ def test_one_call_alone_is_a_grammar_of_the_engines_or_the_first_that_came(
         http.post(f"/rollouts/asked/{path}", json=body).raise_for_status()
         assert engine.requests[-1]["parallel_tool_calls"] is False
     assert turns("asked")[0].untrainable == "constrained"
+
+
+@pytest.mark.parametrize("kind", ["as_asked", "free"])
+@pytest.mark.parametrize(
+    ("grammar", "reasons"),
+    [
+        ("asked", [None, None, None]),
+        ("tools", [None, None, "constrained"]),
+        ("chat", [None, "constrained", "constrained"]),
+    ],
+)
+def test_what_the_engine_samples_by_a_grammar_of_its_own_is_not_trained(
+    serve_proxy: ServeProxy,
+    turns: Callable[..., list[Turn]],
+    kind: str,
+    grammar: str,
+    reasons: list[str | None],
+) -> None:
+    text, chat = {"prompt": "Hello"}, {"messages": [HELLO]}
+    with serve_proxy(sampling=kind, engine_grammar=grammar) as http:
+        for path, asked in (
+            ("completions", text),
+            ("chat/completions", chat),
+            ("chat/completions", {**chat, "tools": [TOOL]}),
+        ):
+            body = {"model": MODEL, **asked}
+            http.post(f"/rollouts/r1/v1/{path}", json=body).raise_for_status()
+    recorded = turns("r1")
+    assert [turn.untrainable for turn in recorded] == reasons
+    assert asked_settings("constrained", recorded) is None, "no field of theirs is at fault"

@@ -3,6 +3,7 @@ they would have had, or it ends with an error where that cannot be."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,6 +19,8 @@ from support.engines.replaying_engine import (
 from support.proxy.proxy_with_engine import ProxyWithEngine
 from support.proxy.servers import EngineServer
 from tracegrad.events import Json
+from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
+from tracegrad.proxy.engine.resume import resumed
 
 HELLO = [{"role": "user", "content": "Hello"}]
 SAYS = Answer("Ça va 😀", [("look", '{"at": {"é": 1}}'), ("go", "{}")], "hm, ä thought")
@@ -123,6 +126,13 @@ def test_a_thought_that_the_next_engine_does_not_see_is_an_error(
     assert turn.untrainable == "aborted"
     # With half of the next letter, which came before the first word that was none of a thought.
     assert turn.completion_token_ids.tolist() == tokens_of(SAYS)[:6]
+
+
+def test_a_grammar_that_the_engine_takes_by_itself_looks_back_at_the_reply() -> None:
+    body = orjson.dumps({"model": "m", "messages": HELLO})
+    call = OpenAIChatDialect().parse(body, {}, {})
+    assert resumed(call, 3) is not None
+    assert resumed(replace(call, untrainable="constrained"), 3) is None
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from pydantic import ValidationError
 
 from support.proxy.servers import eventually
 from tracegrad.private_files import is_private
-from tracegrad_trainer.config.vllm import VllmSettings
+from tracegrad_trainer.config.vllm import STRICT_TOOL_PARSERS, VllmSettings
 from tracegrad_trainer.inference.vllm_process import VllmProcess
 from tracegrad_trainer.utils.network import is_port_closed, prepare_socket_folder
 from tracegrad_trainer.utils.subprocesses import ChildError
@@ -74,6 +77,43 @@ def test_engine_and_worker_share_a_process_only_with_one_thread(tmp_path: Path) 
     assert "--distributed-executor-backend" not in wide.arguments()
     assert "TRACEGRAD_FORK_ENGINE" not in wide.environment()
     assert wide.environment()["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_free"),
+    [
+        ({}, None),
+        ({"tool_call_parser": "glm47"}, "0"),
+        ({"extra_args": ["--tool-call-parser=glm45"]}, "0"),
+        ({"tool_call_parser": "glm47", "extra_args": ["--tool-call-parser", "hermes"]}, None),
+        ({"extra_args": ["--tool-strict-level", "function"]}, "0"),
+        ({"extra_args": ["--tool-strict-level=auto"]}, None),
+    ],
+)
+def test_no_grammar_samples_tool_calls_that_asked_for_none(
+    tmp_path: Path, changes: dict[str, object], is_free: str | None
+) -> None:
+    given = settings(tmp_path, **changes).environment()
+    assert given.get("VLLM_ENFORCE_STRICT_TOOL_CALLING") == is_free
+
+
+def test_the_parsers_of_vllm_that_constrain_tool_calls_by_themselves_are_known() -> None:
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    folder = Path(vllm.submodule_search_locations[0]) / "tool_parsers"
+    [registered] = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((folder / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        and ast.unparse(node.targets[0]) == "_TOOL_PARSERS_TO_REGISTER"
+    ]
+    strict = {
+        path.stem
+        for path in folder.glob("*.py")
+        if re.search(r"^ +default_tool_strict_level = ", path.read_text(), re.MULTILINE)
+    }
+    assert {name for name, (file, _) in registered.items() if file in strict} == STRICT_TOOL_PARSERS
 
 
 def test_a_gpu_keeps_vllms_own_choices(tmp_path: Path) -> None:
