@@ -70,7 +70,8 @@ class BatchSettings(BaseModel):
     )
     drop_truncated: bool = Field(
         False,
-        description="skip turns whose reply was cut off at its token limit (finish_reason length)",
+        description="skip turns whose reply was cut off at its token limit (finish_reason length,"
+        " or tool_calls of a reply as long as the limit)",
     )
     negative_max_tokens: int | None = Field(
         None,

@@ -15,6 +15,7 @@ from tracegrad_trainer.batches.config import BatchSettings
 from tracegrad_trainer.batches.turn_access import (
     RolloutLike,
     as_int_array,
+    is_cut_short,
     is_demonstration,
     length_of,
     temperature_of,
@@ -65,7 +66,7 @@ def turn_reason(
             return "rolled_back"
         if settings.max_staleness is not None and versions.lag(turn) > settings.max_staleness:
             return "stale"
-    if settings.drop_truncated and turn.finish_reason == "length":
+    if settings.drop_truncated and is_cut_short(turn):
         return "truncated"
     if length_of(turn) > settings.row_limit:
         return "over_long"

@@ -48,6 +48,15 @@ def temperature_of(turn: Turn) -> float:
     return 1.0 if value is None else float(value)
 
 
+def is_cut_short(turn: Turn) -> bool:
+    """Whether its limit ended the reply. vLLM says "tool_calls" of one that was cut inside a call
+    or behind it, where it does not stream: that is told by its length."""
+    if turn.finish_reason != "tool_calls":
+        return turn.finish_reason == "length"
+    limit = turn.sampling.get("max_completion_tokens") or turn.sampling.get("max_tokens")
+    return isinstance(limit, int) and len(turn.completion_token_ids) >= limit
+
+
 def as_int_array(values: array[int]) -> Ints:
     """A view, not a copy."""
     return np.frombuffer(values, np.int32) if len(values) else np.zeros(0, np.int32)

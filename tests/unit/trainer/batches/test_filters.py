@@ -89,6 +89,26 @@ def test_replies_that_were_cut_off_are_skipped_where_asked() -> None:
     assert row.advantage[-1] == 0.5, "a rollout without a trained turn counts in the baseline"
 
 
+@pytest.mark.parametrize(
+    ("limits", "is_cut"),
+    [
+        ({"max_tokens": 3}, True),
+        ({"max_tokens": 4}, False),
+        ({"max_completion_tokens": 3, "max_tokens": 9}, True),
+        ({"max_completion_tokens": 9, "max_tokens": 3}, False),
+        ({}, False),
+    ],
+)
+def test_a_tool_call_as_long_as_its_limit_was_cut_off(limits: dict[str, int], is_cut: bool) -> None:
+    """vLLM's word for it is "tool_calls", unless it streams."""
+    found = turn("a", [1], [2, 3, 4], finish_reason="tool_calls", sampling=limits)
+    ended = turn("b", [1], [2, 3, 4], finish_reason="stop", sampling=limits)
+    task = Task("g", [Rollout("r0", 1.0, [found, ended])])
+    chosen = selected([task], drop_truncated=True)
+    assert chosen.skipped == ({"a": "truncated"} if is_cut else {})
+    assert selected([task]).skipped == {}
+
+
 def test_tokens_that_the_model_does_not_know_are_found_in_prompts_too() -> None:
     turns = [turn("a", [9], [1]), turn("b", [1], [9]), turn("c", [8], [8]), turn("d", [-1], [1])]
     task = Task("g", [Rollout("r0", 1.0, turns)])
