@@ -56,6 +56,7 @@ from tracegrad.proxy.endpoints.openapi import extend_openapi
 from tracegrad.proxy.endpoints.passthrough import PassthroughEndpoint, ShapeResponse
 from tracegrad.proxy.endpoints.tasks import make_tasks_router
 from tracegrad.proxy.engine.intake_gate import MOST_BEGUN, IntakeGate
+from tracegrad.proxy.engine.reasoning_effort import ReasoningEfforts
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.upstreams import QueueLimits, Upstream, UpstreamPool, UpstreamTimeouts
 from tracegrad.proxy.engine.upstreams.pushed_weights import PushedWeights
@@ -180,6 +181,7 @@ def create_app(
         model=settings.model,
         force_on_policy=settings.sampling == "free" and upstream.capabilities.tokens,
         engine_grammar=settings.engine_grammar,
+        efforts=ReasoningEfforts(),
         routed_experts=settings.routed_experts,
         workers=workers,
         rules=RequestRules.of(settings),

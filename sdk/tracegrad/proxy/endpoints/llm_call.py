@@ -38,6 +38,7 @@ from tracegrad.proxy.capture.retry_cache import (
 from tracegrad.proxy.dialects.base import Dialect, StreamWriter
 from tracegrad.proxy.engine.completion import SampledCompletion
 from tracegrad.proxy.engine.intake_gate import IntakeGate
+from tracegrad.proxy.engine.reasoning_effort import ReasoningEfforts
 from tracegrad.proxy.engine.request import EngineRequest, request_body
 from tracegrad.proxy.engine.request_rules import RequestRules
 from tracegrad.proxy.engine.response import (
@@ -84,6 +85,7 @@ class ProxyServices:
     model: str | None
     force_on_policy: bool
     engine_grammar: sampling_params.EngineGrammar
+    efforts: ReasoningEfforts
     routed_experts: bool
     workers: WorkerThreads
     rules: RequestRules
@@ -398,7 +400,8 @@ class LlmCallEndpoint:
     @asynccontextmanager
     async def _engine_response(self, context: CallContext) -> AsyncIterator[UpstreamResponse]:
         """The engine's answer with status 200. Raises ApiError for any other."""
-        call, prompt_ids = context.resumed or (context.call, None)
+        asked, prompt_ids = context.resumed or (context.call, None)
+        efforts = self._services.efforts
         ask = EngineRequest(
             stream=context.admission.streaming,
             model=context.admission.model or self._services.model,
@@ -407,25 +410,29 @@ class LlmCallEndpoint:
             routed_experts_from=context.plan.routed_experts_from,
             cache_salt=self._cache_salt(context.admission),
         )
-        body = await self._services.workers.run(call.size, request_body, call, ask)
-        context.timing.asked()
-        async with self._services.upstream.request(
-            "POST",
-            call.path,
-            body=body,
-            headers=context.headers,
-            sticky=context.plan.rollout_id,
-            on_sent=partial(_was_sent, context),
-        ) as engine:
-            if engine.status == 200:
-                context.timing.answered()
-                yield engine
-                return
-            refusal = read_error(engine.status, await engine.read(), engine.headers)
+        while True:
+            call = efforts.fitted(asked)
+            body = await self._services.workers.run(call.size, request_body, call, ask)
+            context.timing.asked()
+            async with self._services.upstream.request(
+                "POST",
+                call.path,
+                body=body,
+                headers=context.headers,
+                sticky=context.plan.rollout_id,
+                on_sent=partial(_was_sent, context),
+            ) as engine:
+                if engine.status == 200:
+                    context.timing.answered()
+                    yield engine
+                    return
+                refusal = read_error(engine.status, await engine.read(), engine.headers)
+            if not efforts.learn(refusal, call):
+                break
         if refusal.code == CONTEXT_LENGTH_EXCEEDED:
             context.timing.ended()
             await self._services.recorder.record_refusal(
-                call, context.owner, context.plan, OVER_LENGTH, context.timing
+                asked, context.owner, context.plan, OVER_LENGTH, context.timing
             )
         raise refusal
 
