@@ -18,7 +18,7 @@ OURS = {"tracegrad", "tracegrad-engine", "tracegrad-engine-cpu", "tracegrad-trai
 
 
 def test_the_engines_image_has_the_vllm_that_is_pinned() -> None:
-    [pin] = PROJECT["optional-dependencies"]["vllm"]
+    pin = PROJECT["optional-dependencies"]["vllm"][0]
     assert f"ARG VLLM_IMAGE=vllm/vllm-openai:v{pin.removeprefix('vllm==')}\n" in ENGINE
 
 

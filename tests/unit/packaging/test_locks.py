@@ -51,3 +51,12 @@ def test_the_images_have_the_versions_that_tests_use() -> None:
     assert lines["trainer-cpu"].items() <= tested.items()
     assert direct("proxy") <= set(lines["proxy"])
     assert direct("trainer") - {"torch"} <= set(lines["trainer-cpu"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_the_locks_are_within_what_vllm_can_call(name: str) -> None:
+    """The bounds that vLLM does not set itself."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    for bound in map(Requirement, EXTRAS["vllm"][1:]):
+        [version] = re.findall(rf"^{bound.name}==([^ ;]+)", text, re.MULTILINE)
+        assert bound.specifier.contains(version), bound
