@@ -4,16 +4,17 @@ A conversation has two keys at each of its positions: rolling hashes of its mess
 of the tools and template arguments. A recorded turn is filed under the keys of its messages and
 its reply; the longest position of a new conversation whose key is filed gives the turn that it
 continues. Replies are hashed tolerantly, since clients write them down again: by the ids of their
-tool calls where they have any (clients drop the text beside calls), otherwise by their trimmed
-text, and never by their reasoning. The second key leaves all ids out and takes text and calls as
-they are: clients rewrite ids too. Whether a reply really came back as it was is then decided by
-`reply_difference`.
+tool calls where these are theirs alone (clients drop the text beside calls), otherwise by their
+trimmed text and calls, and never by their reasoning. The second key leaves all ids out and takes
+text and calls as they are: clients rewrite ids too. Whether a reply really came back as it was is
+then decided by `reply_difference`.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,9 @@ from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
 # Integers beyond this are not exact in JavaScript, whose clients print them otherwise.
 _EXACT = 2**53
+# An id that only counts the calls of its conversation, as Kimi's "functions.bash:0" does: other
+# conversations give it to other calls.
+_COUNTED_ID = re.compile(r"(?:.*[^0-9A-Za-z])?[0-9]{1,9}", re.DOTALL)
 # Characters of arguments within a text that are compared by their value.
 _LONGEST_ARGUMENTS = 20_000
 
@@ -119,6 +123,13 @@ class HashedConversation:
         """It was found to begin with `earlier`: those hashes need not be made once more."""
         if not self._by_text.rolling:
             self._by_text = earlier._by_text
+
+    def holds(self, turn: RecordedTurn) -> bool:
+        """Whether the reply of `turn` came back in it as it was recorded."""
+        at = turn.reply_index
+        return at < len(self._messages) and (
+            reply_difference(turn.reply, self._messages[at]) is None
+        )
 
     @property
     def key(self) -> bytes:
@@ -382,9 +393,13 @@ def _fields(message: Json) -> list[str]:
     if message["role"] != "assistant":
         answered = message.get("tool_call_id")
         return [*_text_fields(message), *([] if answered is None else [str(answered)])]
-    if calls and all(call.get("id") for call in calls):
+    if calls and all(_is_unique(call.get("id")) for call in calls):
         return ["ids", *(str(call["id"]) for call in calls)]
     return _text_fields(message)
+
+
+def _is_unique(call_id: Any) -> bool:
+    return bool(call_id) and _COUNTED_ID.fullmatch(str(call_id)) is None
 
 
 def _text_fields(message: Json) -> list[str]:

@@ -121,6 +121,8 @@ class PromptReuse:
         if parent is None and rollout_id is None:
             await self._read_earlier()
             parent = self._trees.find(said, None)
+        if rollout_id is None and not _is_last_reply(parent, said):
+            parent = _only_one(said, self._trees.answered_otherwise(said, None)) or parent
         if rollout_id is not None and not _is_last_reply(parent, said):
             parent = await self._find_stored(said, rollout_id, parent)
             if parent is None and not self._trees.answered_otherwise(said, rollout_id):
@@ -240,14 +242,20 @@ class PromptReuse:
             return text
         # The clock of the root's rendering, as far as its date goes.
         began = datetime.fromtimestamp(path[0].created_at)  # noqa: DTZ006 (the engine's local time)
+        rendered = _rendered_by_engine(path)
+        unproven = None if self._trees.is_as_sent(path[rendered]) else rendered
 
         def proven() -> SplicedPrompt | PromptFork:
             assert self._text is not None
             if not self._text.reproduces(text, chain[0].prompt_ids):
                 return PromptFork(ForkReason.TOKENIZER, "other tokens than the engine's")
-            return splice_prompt(text, chain, messages, render_options(call.body), began)
+            frame = render_options(call.body)
+            return splice_prompt(text, chain, messages, frame, began, unproven=unproven)
 
-        return await asyncio.to_thread(proven)
+        spliced = await asyncio.to_thread(proven)
+        if isinstance(spliced, SplicedPrompt):
+            self._trees.set_as_sent(path[rendered])
+        return spliced
 
     def _place_untitled(self, plan: ContinuationPlan, prompt: array[int]) -> TreePosition:
         # Without a reply among its messages a prompt cannot contain one.
@@ -286,8 +294,24 @@ def _follows(prompt: array[int], parent: CachedTurn) -> bool:
     return bool(prompt) == bool(parent.prompt_token_ids) and extends(prompt, parent)
 
 
+def _rendered_by_engine(path: Sequence[CachedTurn]) -> int:
+    """Which turn of the path has the last prompt that the engine is sure to have rendered: the
+    first of those with the tools and template arguments of its end. A prompt that is continued
+    here has those of the turn before it."""
+    frames = [turn.conversation and turn.conversation.frame for turn in path]
+    others = (at for at, frame in enumerate(frames) if frame != frames[-1])
+    return max(others, default=-1) + 1
+
+
 def _is_last_reply(turn: CachedTurn | None, said: HashedConversation) -> bool:
     return turn is not None and turn.turn.reply_index == said.replies[-1]
+
+
+def _only_one(said: HashedConversation, answered: Sequence[CachedTurn]) -> CachedTurn | None:
+    """The turn whose reply `said` holds without the text beside its calls, whose ids are not
+    theirs alone. None where turns of several rollouts may be meant."""
+    held = [turn for turn in answered if said.holds(turn.turn)]
+    return held[0] if len({turn.rollout_id for turn in held}) == 1 else None
 
 
 def _edited(

@@ -57,19 +57,23 @@ def splice_prompt(
     messages: Sequence[Json],
     frame: RenderOptions,
     now: datetime,
+    *,
+    unproven: int | None = 0,
 ) -> SplicedPrompt | PromptFork:
     """The prompt for `messages`, which continue the last turn of `chain`.
 
     `chain` is the path to that turn from its root: each turn's prompt begins with the prompt and
     completion of the one before. `messages` hold the recorded replies in place of what the client
     sent (`with_recorded_replies`). `now` is the clock of the root's rendering, the same
-    for all of a path. It costs 5 renderings: one less the first time that a root is continued, one
-    more where the template writes the reply otherwise than the model did.
+    for all of a path. `unproven` is the turn of `chain` whose prompt the engine itself rendered
+    from this frame: that it is what the template gives, to its last word, is not known yet. None:
+    it is known. It costs 5 renderings: one more where the template writes the reply otherwise than
+    the model did, and one more where `unproven` is not the last turn.
     """
     parent = chain[-1]
     try:
         _accept(parent, messages)
-        return _spliced(Renderer(text, frame, now), chain, messages)
+        return _spliced(Renderer(text, frame, now), chain, messages, unproven)
     except PromptForked as forked:
         return forked.fork
     except RenderError as error:
@@ -93,7 +97,10 @@ def _accept(parent: RecordedTurn, messages: Sequence[Json]) -> None:
 
 
 def _spliced(
-    renderer: Renderer, chain: Sequence[RecordedTurn], messages: Sequence[Json]
+    renderer: Renderer,
+    chain: Sequence[RecordedTurn],
+    messages: Sequence[Json],
+    unproven: int | None,
 ) -> SplicedPrompt:
     parent, tokenizer = chain[-1], renderer.tokenizer
     shown = [renderer.message(message) for message in messages]
@@ -103,7 +110,7 @@ def _spliced(
         earlier=shown[: parent.reply_index],
         reply=shown[parent.reply_index],
         new=shown[parent.reply_index + 1 :],
-        before=_before(renderer, chain, shown[: parent.reply_index]),
+        before=_before(renderer, chain, shown, unproven),
         whole=tokenizer.roundtrip(raw),
     )
     if not pair.whole.startswith(pair.before):
@@ -143,21 +150,28 @@ def _after(sampled: array[int], text: str, tokenizer: Tokenizer) -> array[int]:
     return ids
 
 
-def _before(renderer: Renderer, chain: Sequence[RecordedTurn], earlier: Sequence[Json]) -> str:
-    """The text of the recorded prompt as the template writes it. A root's was rendered by the
-    engine: its tokens are the text. Later ones hold replies as the model wrote them."""
-    if len(chain) == 1:
-        return renderer.tokenizer.decode(chain[0].prompt_ids)
-    before = renderer.render_as_tokenized(earlier)
-    if not was_sent(before, chain, renderer.tokenizer):
-        raise PromptForked(ForkReason.NOT_AS_SENT)
+def _before(
+    renderer: Renderer, chain: Sequence[RecordedTurn], shown: Sequence[Json], unproven: int | None
+) -> str:
+    """The text of the last turn's prompt as the template writes it. It must be what was sent, and
+    so must that of the `unproven` turn: what stands there before the reply (an empty think block)
+    may be missing in later prompts, so these do not show that the engine's template puts it there
+    too."""
+    before = _as_sent(renderer, chain, shown)
+    if unproven is not None and unproven + 1 < len(chain):
+        _as_sent(renderer, chain[: unproven + 1], shown)
     return before
+
+
+def _as_sent(renderer: Renderer, chain: Sequence[RecordedTurn], shown: Sequence[Json]) -> str:
+    text = renderer.render_as_tokenized(shown[: chain[-1].reply_index])
+    if not was_sent(text, chain, renderer.tokenizer):
+        raise PromptForked(ForkReason.NOT_AS_SENT)
+    return text
 
 
 def _rewritten(pair: PromptPair) -> PromptForked:
     """Why `whole` does not begin with `before`; renders again, there is no haste any more."""
-    if pair.renderer.render_as_tokenized(pair.earlier) != pair.before:
-        return PromptForked(ForkReason.NOT_AS_SENT)
     try:
         bare = pair.renderer.render_as_tokenized(pair.earlier, add_generation_prompt=False)
     except RenderError:

@@ -144,6 +144,8 @@ class TurnTreeCache:
         self._by_text: _TurnIndex = defaultdict(list)
         self._by_prompt: _TurnIndex = defaultdict(list)
         self._continued: set[str] = set()
+        # Turns whose prompts, rendered by the engine, are known to be what the template gives.
+        self._as_sent: set[str] = set()
         self.size = 0
         if others is not None:
             others.subscribe("turn", self._received)
@@ -202,26 +204,36 @@ class TurnTreeCache:
     def find(self, said: HashedConversation, rollout_id: str | None) -> CachedTurn | None:
         """The turn with the longest conversation that `said` begins with, by the ids of tool
         calls, or else by what was said."""
-        by_id = self._longest(self._by_id, said.reply_keys(), rollout_id)
+        by_id = self._longest(self._by_id, said, said.reply_keys(), rollout_id)
         if by_id is not None and by_id.conversation is not None:
             said.continues(by_id.conversation)
             if by_id.turn.reply_index == said.replies[-1]:
                 return by_id
-        by_text = self._longest(self._by_text, said.reply_text_keys(), rollout_id)
+        by_text = self._longest(self._by_text, said, said.reply_text_keys(), rollout_id)
         if by_id is None or by_text is None:
             return by_id or by_text
         return max(by_id, by_text, key=lambda turn: turn.turn.reply_index)
 
-    def answered_otherwise(self, said: HashedConversation, rollout_id: str) -> list[CachedTurn]:
-        """Turns of the rollout that were asked what comes before the last reply in `said`: it may
-        be theirs, edited. The latest that nothing continues yet first."""
+    def answered_otherwise(
+        self, said: HashedConversation, rollout_id: str | None
+    ) -> list[CachedTurn]:
+        """Turns of the rollout, or of all, that were asked what comes before the last reply in
+        `said`: it may be theirs, edited. The latest that nothing continues yet first."""
         key = said.prompt_key_at(said.replies[-1])
-        found = [turn for turn in self._by_prompt.get(key, ()) if turn.rollout_id == rollout_id]
+        found = [
+            turn
+            for turn in self._by_prompt.get(key, ())
+            if rollout_id is None or turn.rollout_id == rollout_id
+        ]
         found.reverse()
         return sorted(found, key=lambda turn: turn.turn.turn_id in self._continued)
 
     def _longest(
-        self, index: _TurnIndex, keys: Iterable[tuple[int, bytes]], rollout_id: str | None
+        self,
+        index: _TurnIndex,
+        said: HashedConversation,
+        keys: Iterable[tuple[int, bytes]],
+        rollout_id: str | None,
     ) -> CachedTurn | None:
         """Of equal ones the latest that nothing continues yet: samples of one prompt that came
         out equal are distinguished by who continues them."""
@@ -231,10 +243,22 @@ class TurnTreeCache:
                 for each in index.get(key, ())
                 if rollout_id is None or each.rollout_id == rollout_id
             ]
-            if found:
-                free = [each for each in found if each.turn.turn_id not in self._continued]
-                return (free or found)[-1]
+            if (turn := self._chosen(found, said)) is not None:
+                return turn
         return None
+
+    def _chosen(self, equal: list[CachedTurn], said: HashedConversation) -> CachedTurn | None:
+        """Of several, one that `said` holds with all the replies before it, whose reasoning the
+        keys leave out. None where it holds none, and they are of more than one rollout: which one
+        it continues cannot be told."""
+        equal.reverse()
+        equal.sort(key=lambda turn: turn.turn.turn_id in self._continued)
+        if len(equal) > 1:
+            for turn in equal:
+                if all(said.holds(each.turn) for each in self.path(turn)):
+                    return turn
+        alike = len({turn.rollout_id for turn in equal}) == 1
+        return equal[0] if alike else None
 
     def path(self, turn: CachedTurn) -> list[CachedTurn]:
         """From its root, as far as it is here, to the turn. A conversation that went on in another
@@ -243,6 +267,15 @@ class TurnTreeCache:
         while (parent := self._parent(path[-1])) is not None:
             path.append(parent)
         return path[::-1]
+
+    def is_as_sent(self, turn: CachedTurn) -> bool:
+        """Whether the engine was sent what the template gives for its prompt, as far as is known
+        here."""
+        return turn.turn.turn_id in self._as_sent
+
+    def set_as_sent(self, turn: CachedTurn) -> None:
+        if turn.rollout_id in self._trees:
+            self._as_sent.add(turn.turn.turn_id)
 
     def _parent(self, turn: CachedTurn) -> CachedTurn | None:
         rollout_id, parent_id = turn.before or (turn.rollout_id, turn.parent_id)
@@ -331,6 +364,7 @@ class TurnTreeCache:
         for turn in tree.turns.values():
             self.size -= turn.size
             self._continued.discard(turn.parent_id or "")
+            self._as_sent.discard(turn.turn.turn_id)
             if turn.conversation is not None:
                 for index, key in self._places(turn.conversation):
                     _take_out(index, key, turn)

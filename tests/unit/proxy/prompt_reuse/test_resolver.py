@@ -354,6 +354,77 @@ async def test_what_is_not_the_last_reply_is_not_read_again_where_nobody_else_wr
     assert store.reads == 0
 
 
+async def recorded(continuation: PromptReuse, rollout: str, reply: Json, *before: Json) -> Turn:
+    """A turn that is placed by its name, as a proxy keeps it."""
+    call = a_call(*before)
+    plan = await continuation.plan(rollout, call)
+    parent = plan.parent.turn.turn_id if plan.parent is not None else None
+    prompt, completion = [ord(char) for char in json.dumps(before)], [1]
+    turn = replace(
+        a_turn(rollout, prompt, completion),
+        parent_id=parent,
+        request=call.request,
+        response={"choices": [{"message": reply}]},
+        finish_reason="stop",
+    )
+    continuation.add(cached_turn(turn, plan.conversation))
+    return turn
+
+
+def calls(command: str, said: str | None = None) -> Json:
+    """As Kimi's model writes them: its ids count the calls of a conversation."""
+    function = {"name": "bash", "arguments": json.dumps({"command": command})}
+    call = {"id": "functions.bash:0", "type": "function", "function": function}
+    return {"role": "assistant", "content": said, "tool_calls": [call]}
+
+
+RESULT: Json = {"role": "tool", "tool_call_id": "functions.bash:0", "content": "a.txt"}
+
+
+async def test_calls_whose_ids_are_counted_are_known_by_what_they_say() -> None:
+    continuation = PromptReuse(CountingStore({}), limit_bytes=100_000)
+    mine = await recorded(continuation, "a", calls("ls"), user("go"))
+    await recorded(continuation, "b", calls("find ."), user("go"))
+    plan = await continuation.plan(None, a_call(user("go"), calls("ls"), RESULT))
+    assert (plan.rollout_id, plan.parent and plan.parent.turn.turn_id) == ("a", mine.turn_id)
+    # Later too, where the last replies are equal.
+    for rollout, command in (("a", "ls"), ("b", "find .")):
+        await recorded(continuation, rollout, says("done"), user("go"), calls(command), RESULT)
+    plan = await continuation.plan(
+        None, a_call(user("go"), calls("ls"), RESULT, says("done"), user("on"))
+    )
+    assert plan.rollout_id == "a"
+    # What nobody said continues nothing.
+    plan = await continuation.plan(None, a_call(user("go"), calls("pwd"), RESULT))
+    assert (plan.rollout_id, plan.parent) == (None, None)
+
+
+async def test_a_text_beside_counted_calls_may_be_dropped_where_one_reply_alone_is_meant() -> None:
+    continuation = PromptReuse(CountingStore({}), limit_bytes=100_000)
+    await recorded(continuation, "a", calls("ls", "I look."), user("go"))
+    echoed = a_call(user("go"), calls("ls"), RESULT)
+    plan = await continuation.plan(None, echoed)
+    assert plan.rollout_id == "a"
+    await recorded(continuation, "b", calls("ls", "Let me see."), user("go"))
+    plan = await continuation.plan(None, echoed)
+    assert (plan.rollout_id, plan.parent) == (None, None)
+
+
+async def test_equal_replies_are_distinguished_by_reasoning_that_came_back() -> None:
+    continuation = PromptReuse(CountingStore({}), limit_bytes=100_000)
+    for rollout in ("a", "b"):
+        reply = {**says("Yes."), "reasoning": f"thought of {rollout}"}
+        await recorded(continuation, rollout, reply, user("Is it?"))
+    for rollout in ("b", "a"):
+        reply = {**says("Yes."), "reasoning": f"thought of {rollout}"}
+        plan = await continuation.plan(None, a_call(user("Is it?"), reply, user("Sure?")))
+        assert plan.rollout_id == rollout
+    # Reasoning of neither: there is no telling whose it is.
+    reply = {**says("Yes."), "reasoning": "another"}
+    plan = await continuation.plan(None, a_call(user("Is it?"), reply, user("Sure?")))
+    assert (plan.rollout_id, plan.parent) == (None, None)
+
+
 async def test_earlier_conversations_are_read_once_and_again_after_a_failure() -> None:
     store = CountingStore({})
     asked: list[int] = []

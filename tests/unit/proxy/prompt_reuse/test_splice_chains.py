@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from support.chat.conversations import CALL, FOUND, TOOLS, call, result, says
 from support.chat.generated_templates import Parts, friendly, model_of
-from support.chat.real_templates import fresh_ids
+from support.chat.real_templates import FAMILIES, fresh_ids, model
 from support.proxy.splice import ASK, MORE, NOW, Json, continued, new_text, reason
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
@@ -103,3 +105,55 @@ def test_a_turn_cut_short_in_the_middle_of_a_chain_is_passed_over() -> None:
     second = splice_prompt(text, [cut, turn], messages, RenderOptions(), NOW)
     assert isinstance(second, SplicedPrompt)
     assert second.ids == fresh_ids(text, messages, RenderOptions(), NOW)
+
+
+@pytest.mark.parametrize(
+    ("name", "engines", "more"),
+    [
+        ("Qwen3.5", {"enable_thinking": False}, []),
+        ("DeepSeek-V3.1", {"thinking": True}, [MORE]),
+    ],
+)
+def test_an_engine_with_other_template_arguments_is_not_continued(
+    name: str, engines: Json, more: list[Json]
+) -> None:
+    """Started with --default-chat-template-kwargs. Its root goes on as the template does from
+    arguments that are not its own, but for the words before the reply."""
+    text, frame = model(name), RenderOptions(TOOLS)
+    stop = FAMILIES[name].stop[True]
+    messages = [ASK, says(calls=[call(0, item="lamp")]), result(0, "17"), *more]
+    prompt = fresh_ids(text, [ASK], RenderOptions(TOOLS, engines), NOW)
+    rendered = fresh_ids(text, messages, frame, NOW)
+    assert text.tokenizer.decode(rendered).startswith(text.tokenizer.decode(prompt))
+    assert rendered != fresh_ids(text, messages, RenderOptions(TOOLS, engines), NOW)
+    sampled = text.tokenizer.encode('{"item": "lamp"}' + stop)
+    root = RecordedTurn("t0", prompt, sampled, messages[1], 1, "tool_calls")
+    fork = splice_prompt(text, [root], messages, frame, NOW)
+    assert isinstance(fork, PromptFork)
+    assert fork.reason == ForkReason.NOT_AS_SENT
+    # With the engine's own it is continued.
+    own = splice_prompt(text, [root], messages, RenderOptions(TOOLS, engines), NOW)
+    assert isinstance(own, SplicedPrompt)
+
+
+def test_a_chain_of_such_an_engine_that_was_continued_before_is_not_any_more() -> None:
+    text, frame = model("Qwen3.5"), RenderOptions(TOOLS)
+    ask = says(calls=[call(0, item="lamp")])
+    prompt = fresh_ids(text, [ASK], RenderOptions(TOOLS, {"enable_thinking": False}), NOW)
+    call_text = "<function=stock>\n<parameter=item>\nlamp\n</parameter>\n</function>"
+    sampled = text.tokenizer.encode(f"<tool_call>\n{call_text}\n</tool_call><|im_end|>")
+    root = RecordedTurn("t0", prompt, sampled, ask, 1, "tool_calls")
+    messages = [ASK, ask, result(0, "17")]
+    # As it was put together when nobody looked at the root's last words.
+    whole = text.tokenizer.decode(fresh_ids(text, messages, frame, NOW))
+    new = whole.rpartition("</tool_call><|im_end|>")[2]
+    spliced = prompt + sampled + text.tokenizer.encode(new)
+    again = says(calls=[call(1, item="lamp")])
+    turn = RecordedTurn("t1", spliced, sampled, again, 3, "tool_calls")
+    messages += [again, result(1, "4")]
+    fork = splice_prompt(text, [root, turn], messages, frame, NOW)
+    assert isinstance(fork, PromptFork)
+    assert fork.reason == ForkReason.NOT_AS_SENT
+    # It is looked at once.
+    known = splice_prompt(text, [root, turn], messages, frame, NOW, unproven=None)
+    assert isinstance(known, SplicedPrompt)
