@@ -44,11 +44,13 @@ class NotReproducible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model's prompts are written. `tool_template` is used for requests with tools."""
+    """How a model's prompts are written. `tool_template` is used for requests with tools;
+    `end_tokens` are the texts of the tokens that end a reply."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
     tool_template: ChatTemplate | None = None
+    end_tokens: frozenset[str] = frozenset()
 
     def template_for(self, tools: object) -> ChatTemplate:
         """As transformers chooses: an empty list of tools counts as tools."""
@@ -58,13 +60,14 @@ class ChatFormat:
 
 
 def load_chat_format(folder: Path, *, chat_template: str | None = None) -> ChatFormat:
-    """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, chat_template.jinja
-    and additional_chat_templates/. `chat_template` is the text of one that the engine was given
-    in place of the model's. Raises NotReproducible."""
+    """Reads tokenizer.json, tokenizer_config.json, special_tokens_map.json, config.json,
+    generation_config.json, chat_template.jinja and additional_chat_templates/. `chat_template` is
+    the text of one that the engine was given in place of the model's. Raises NotReproducible."""
     if not folder.is_dir():
         raise NotReproducible(f"{folder} is no folder")
     config = _json(folder / "tokenizer_config.json")
-    _refuse_other_ways(folder, _json(folder / "config.json"), config)
+    model = _json(folder / "config.json")
+    _refuse_other_ways(folder, model, config)
     tokens = _special_tokens(folder, config)
     sources = {"default": chat_template} if chat_template else _templates(folder, config)
     if "default" not in sources:
@@ -77,9 +80,17 @@ def load_chat_format(folder: Path, *, chat_template: str | None = None) -> ChatF
         }
     except RenderError as error:
         raise NotReproducible(f"{folder}: {error}") from error
-    return ChatFormat(
-        _tokenizer(folder, config, tokens), templates["default"], templates.get("tool_use")
-    )
+    tokenizer = _tokenizer(folder, config, tokens)
+    ends = _end_tokens(tokenizer, model, _json(folder / "generation_config.json"))
+    ends |= {str(tokens["eos_token"])} if "eos_token" in tokens else set()
+    return ChatFormat(tokenizer, templates["default"], templates.get("tool_use"), frozenset(ends))
+
+
+def _end_tokens(tokenizer: Tokenizer, *configs: Json) -> set[str]:
+    found = [config.get("eos_token_id") for config in configs]
+    ids = [id_ for each in found for id_ in (each if isinstance(each, list) else [each])]
+    texts = (tokenizer.added_token(id_) for id_ in ids if isinstance(id_, int))
+    return {text for text in texts if text is not None}
 
 
 def _refuse_other_ways(folder: Path, model: Json, config: Json) -> None:

@@ -17,6 +17,7 @@ _HUB_NAME = re.compile(
 # All that `chat.model.load_chat_format` reads.
 _TEXT_FILES = (
     "config.json",
+    "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",

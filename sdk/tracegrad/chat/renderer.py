@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise
+from typing import NamedTuple
 
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions, developers_as_system, engine_message
@@ -19,6 +19,7 @@ class Renderer:
 
     def __init__(self, text: ChatFormat, frame: RenderOptions, now: datetime) -> None:
         self.tokenizer = text.tokenizer
+        self.end_tokens = text.end_tokens
         self._template = text.template_for(frame.tools)
         self._frame = frame
         self._now = now
@@ -58,33 +59,53 @@ def stop_token_text(turn: RecordedTurn, tokenizer: Tokenizer) -> str | None:
     return tokenizer.added_token(turn.completion_ids[-1])
 
 
-def was_sent(text: str, chain: Sequence[RecordedTurn], tokenizer: Tokenizer) -> bool:
+def was_sent(text: str, chain: Sequence[RecordedTurn], renderer: Renderer) -> bool:
     """Whether `text` is what the engine was sent for the last turn of `chain`.
 
     Inside earlier replies the sent prompt holds what the model wrote, `text` how the template
-    writes it; so these are passed over, up to the end token that each was cut at, or to what was
-    put behind one that had none.
+    writes it; so these are passed over, up to the end token that each was cut at, the template's
+    where it has another there, or to what was put behind one that had none.
     """
-    start = tokenizer.decode(chain[0].prompt_ids)
+    start = renderer.tokenizer.decode(chain[0].prompt_ids)
     if not text.startswith(start):
         return False
     at = len(start)
     for turn, following in pairwise(chain):
-        added = following.prompt_ids[len(turn.prompt_ids) + len(turn.completion_ids) :]
-        stop, lead = stop_token_text(turn, tokenizer), ""
-        if stop is not None:
-            added = array("i", turn.completion_ids[-1:]) + added
-        else:
-            closer = next((n for n, id_ in enumerate(added) if tokenizer.added_token(id_)), None)
-            if closer is None:
-                return False
-            stop, lead = (
-                tokenizer.added_token(added[closer]) or "",
-                tokenizer.decode(added[:closer]),
-            )
-        # A reply that held this text itself would not have been continued.
-        part, end = tokenizer.decode(added), text.find(stop, at)
-        if end - len(lead) < at or not text.startswith(part, end - len(lead)):
+        ends = (_end_of(each, text, at) for each in _added(turn, following, renderer))
+        after = next((end for end in ends if end is not None), None)
+        if after is None:
             return False
-        at = end - len(lead) + len(part)
+        at = after
     return at == len(text)
+
+
+class _Added(NamedTuple):
+    """What was put behind a reply; `token` is the first added token in it, behind `lead`
+    characters."""
+
+    text: str
+    token: str
+    lead: int = 0
+
+
+def _added(turn: RecordedTurn, following: RecordedTurn, renderer: Renderer) -> list[_Added]:
+    """From the reply's end token on: as it was sent, and as the template may write it."""
+    tokenizer = renderer.tokenizer
+    added = following.prompt_ids[len(turn.prompt_ids) + len(turn.completion_ids) :]
+    stop = stop_token_text(turn, tokenizer)
+    if stop is None:
+        closer = next((n for n, id_ in enumerate(added) if tokenizer.added_token(id_)), None)
+        if closer is None:
+            return []
+        token = tokenizer.added_token(added[closer]) or ""
+        return [_Added(tokenizer.decode(added), token, len(tokenizer.decode(added[:closer])))]
+    sent = tokenizer.decode(turn.completion_ids[-1:] + added)
+    others = renderer.end_tokens - {stop} if stop in renderer.end_tokens else ()
+    behind = sent.removeprefix(stop)
+    return [_Added(sent, stop), *(_Added(other + behind, other) for other in sorted(others))]
+
+
+def _end_of(added: _Added, text: str, at: int) -> int | None:
+    # A reply that held this text itself would not have been continued.
+    start = text.find(added.token, at) - added.lead
+    return start + len(added.text) if start >= at and text.startswith(added.text, start) else None

@@ -114,6 +114,15 @@ def test_templates_in_files_go_before_the_configuration(tmp_path: Path) -> None:
     assert_as_transformers(tmp_path)
 
 
+def test_all_tokens_that_end_a_reply_are_known(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert load_chat_format(folder).end_tokens == {"<|end|>"}
+    encode = load_chat_format(folder).tokenizer.encode
+    change(folder / "config.json", eos_token_id=encode("<s>")[0])
+    change(folder / "generation_config.json", eos_token_id=[encode("<|user|>")[0], 10**6])
+    assert load_chat_format(folder).end_tokens == {"<|end|>", "<s>", "<|user|>"}
+
+
 def test_an_engines_own_template_takes_the_models_place(tmp_path: Path) -> None:
     text = load_chat_format(save(tmp_path), chat_template="{{ eos_token }}!")
     assert text.template_for([]).render(MESSAGES, now=NOW) == "<|end|>!"

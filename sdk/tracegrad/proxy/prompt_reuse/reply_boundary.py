@@ -43,12 +43,14 @@ class ReplyBoundary:
     one that ended the reply if one did. `lossy`: the template shows less than the reply has.
 
     `lead`: ordinary text between what was sampled and `tail`, where no token ended the reply: what
-    the client added to it, and white space of the template's.
+    the client added to it, and white space of the template's. `closed_by`: the token that `tail`
+    begins with, where the template closes the reply with another than was sampled.
     """
 
     tail: str
     lossy: bool
     lead: str = ""
+    closed_by: str | None = None
 
 
 def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> ReplyBoundary:
@@ -60,8 +62,9 @@ def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> 
     at = views.shown.find(stop, views.seen[-1])
     if at < 0 and stop in views.shown[views.seen[0] : views.seen[-1]]:
         raise PromptForked(ForkReason.TEMPLATE, "the reply is shown again behind its end")
-    if at < 0:
-        raise PromptForked(ForkReason.STOP_NOT_RENDERED, f"no {stop} after the reply")
+    closed_by = views.other_end(stop) if at < 0 else None
+    if closed_by is not None:
+        stop, at = closed_by, views.shown.find(closed_by, views.seen[-1])
     tail = views.shown[at:]
     if not pair.ends_with(tail):
         raise PromptForked(ForkReason.TEMPLATE, "what follows the reply depends on what it says")
@@ -71,7 +74,8 @@ def boundary_after_stop(pair: PromptPair, stop: str, sampled: Sequence[int]) -> 
     views.prove(at + len(stop), said + stop)
     if pair.renderer.tokenizer.decode(sampled[:-1]).strip() != said.strip():
         views.prove_reply(at)
-    return ReplyBoundary(tail, views.lost(at, said))
+    lossy = views.lost(at, said) or closed_by is not None
+    return ReplyBoundary(tail, lossy, closed_by=closed_by)
 
 
 def boundary_of_open_reply(
@@ -207,14 +211,32 @@ class _ProbedRenderings:
         """That `shown` from the first mark to the end token, where this is not what was sampled,
         is all the reply: it is there also when nothing follows. (It might go on into a message
         that shows nothing new, after a reply without an end.)"""
+        if not self._stands_alone(at):
+            raise PromptForked(ForkReason.TEMPLATE, "what ends the reply is not the reply's")
+
+    def _stands_alone(self, at: int) -> bool:
         try:
             alone = self.pair.renderer.render_as_tokenized(
                 [*self.pair.earlier, self._probe.message], add_generation_prompt=False
             )
         except RenderError as error:
             raise PromptForked(ForkReason.TEMPLATE, f"refuses a probe: {error}") from error
-        if self.shown[self.seen[0] : at] not in alone:
-            raise PromptForked(ForkReason.TEMPLATE, "what ends the reply is not the reply's")
+        return self.shown[self.seen[0] : at] in alone
+
+    def other_end(self, stop: str) -> str:
+        """The end token of the model's that the template puts behind the reply in place of `stop`.
+        It is the reply's, and does not open the next message: it stands there also when nothing
+        follows, and a message that does has an opening of its own. Raises PromptForked."""
+        ends = self.pair.renderer.end_tokens
+        last = self.seen[-1]
+        found = [(at, end) for end in ends if (at := self.shown.find(end, last)) >= 0]
+        if stop in ends and found:
+            at, end = min(found, key=lambda each: (each[0], -len(each[1])))
+            behind = self.shown[at + len(end) :].lstrip()
+            opened = self.pair.renderer.tokenizer.added_token_at_start(behind) is not None
+            if opened and self._stands_alone(at + len(end)):
+                return end
+        raise PromptForked(ForkReason.STOP_NOT_RENDERED, f"no {stop} after the reply")
 
     def lost(self, end: int, said: str) -> bool:
         """Whether `said` lacks something of the reply. Raises PromptForked where what is shown is

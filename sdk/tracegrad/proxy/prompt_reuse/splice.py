@@ -5,9 +5,10 @@ for that of the new one. A splice is right when
 
     whole = before + reply + stop + new
 
-where `stop` is the text of the token that ended the reply; where none did (a limit on its length,
-a stop string) it is the template's own, and text that the client put behind the reply may come
-before it: both are new then. The tokens are those of the
+where `stop` is the text of the token that ended the reply (the template may write another of the
+model's end tokens there, Llama's `<|eot_id|>` for a sampled `<|eom_id|>`); where none did (a limit
+on its length, a stop string) it is the template's own, and text that the client put behind the
+reply may come before it: both are new then. The tokens are those of the
 recorded prompt, those that were sampled, and those of `new`; the prompt differs from one rendered
 afresh only inside replies, where it keeps what the model wrote itself. The equation is checked
 on the real text. What it does not tell is where in `whole` the reply ends: that is proven by
@@ -125,7 +126,8 @@ def _spliced(
     new = tokenizer.encode_tail(cut.tail, raw)
     if stop is not None and new:
         # The end token is the model's: it is among the sampled ones already.
-        new = new[1:] if new[0] == sampled[-1] else None
+        closer = tokenizer.added_token(new[0])
+        new = new[1:] if closer == (cut.closed_by or stop) else None
     if new is not None and cut.lead:
         new = _after(sampled, cut.lead, tokenizer) + new
     if new is None:
@@ -165,7 +167,7 @@ def _before(
 
 def _as_sent(renderer: Renderer, chain: Sequence[RecordedTurn], shown: Sequence[Json]) -> str:
     text = renderer.render_as_tokenized(shown[: chain[-1].reply_index])
-    if not was_sent(text, chain, renderer.tokenizer):
+    if not was_sent(text, chain, renderer):
         raise PromptForked(ForkReason.NOT_AS_SENT)
     return text
 

@@ -13,13 +13,21 @@ a reply ends was written down for each model by hand (`FAMILIES`).
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 from random import Random
 
 import pytest
 from jinja2 import TemplateError
 
 from support.chat.conversations import CELLS, SYSTEM, Cell, Json, call, result, says, user
-from support.chat.real_templates import FAMILIES, NOW, engine_text, fresh_ids, model
+from support.chat.real_templates import (
+    FAMILIES,
+    NOW,
+    byte_tokenizer,
+    engine_text,
+    fresh_ids,
+    model,
+)
 from tracegrad.chat.call import RecordedTurn
 from tracegrad.chat.messages import RenderOptions
 from tracegrad.chat.model import ChatFormat
@@ -152,6 +160,74 @@ def test_a_tool_loop_goes_on_for_as_long_as_it_likes(name: str) -> None:
         new = text.tokenizer.decode(spliced.ids[len(context) :])
         assert engine_text(name, messages, cell.tools).endswith(family.stop[True] + new)
         prompt = spliced.ids
+
+
+def test_llamas_end_of_a_message_stays_where_its_template_ends_a_turn() -> None:
+    """With tools its template says "Environment: ipython", under which the model ends its calls
+    with a token that the template never writes."""
+    cell, known = CELLS["call"], model("Llama-3.1")
+    tags = [
+        "<|eom_id|>",
+        "<|eot_id|>",
+        "<|begin_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+    ]
+    text = replace(
+        known, tokenizer=byte_tokenizer(tags), end_tokens=frozenset({"<|eom_id|>", "<|eot_id|>"})
+    )
+    encode = text.tokenizer.encode
+    messages, chain = list(cell.before), []
+    prompt = encode(engine_text("Llama-3.1", messages, cell.tools))
+    for step in range(3):
+        sampled = encode(f"(call {step}, as the model wrote it)<|eom_id|>")
+        reply = says(calls=[call(step, item="lamp", city=f"town {step}")])
+        chain.append(RecordedTurn(f"t{step}", prompt, sampled, reply, len(messages), "tool_calls"))
+        messages += [reply, result(step, f"{step} pieces")]
+        frame = RenderOptions(cell.tools)
+        spliced = splice_prompt(text, chain, messages, frame, NOW)
+        assert isinstance(spliced, SplicedPrompt), (step, spliced)
+        assert spliced.lossy
+        context = prompt + sampled
+        assert spliced.ids[: len(context)] == context
+        new = text.tokenizer.decode(spliced.ids[len(context) :])
+        assert new.startswith("<|start_header_id|>ipython")
+        assert engine_text("Llama-3.1", messages, cell.tools).endswith("<|eot_id|>" + new)
+        unknown = splice_prompt(replace(text, end_tokens=frozenset()), chain, messages, frame, NOW)
+        assert getattr(unknown, "reason", None) in (
+            ForkReason.STOP_NOT_RENDERED,
+            ForkReason.NOT_AS_SENT,
+        )
+        prompt = spliced.ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("shape", ["text", "call", "parallel", "R call", "calls→user"])
+def test_an_end_token_that_opens_the_next_message_is_not_taken_for_another(
+    name: str, shape: str
+) -> None:
+    """What the model sampled in its place would leave that message without its opening."""
+    cell, family, text = CELLS[shape], FAMILIES[name], model(name)
+    ends = frozenset({family.end, family.call_end or family.end, "<bos>"})
+    text = replace(text, end_tokens=ends)
+    messages = [*cell.before, cell.reply, *cell.new]
+    try:
+        before = engine_text(name, cell.before, cell.tools)
+        whole = engine_text(name, messages, cell.tools)
+    except REFUSALS:
+        return
+    own = family.stop["tool_calls" in cell.reply]
+    for stop in ends - {own}:
+        said = text.tokenizer.encode(_said(name, cell, before, whole, own) + stop)
+        turn = RecordedTurn(
+            "t", text.tokenizer.encode(before), said, cell.reply, len(cell.before), "stop"
+        )
+        frame = RenderOptions(cell.tools, family.kwargs)
+        spliced = splice_prompt(text, [turn], messages, frame, NOW)
+        if isinstance(spliced, SplicedPrompt):
+            new = text.tokenizer.decode(spliced.ids[len(turn.prompt_ids) + len(said) :])
+            assert whole.endswith(own + new), new
+            assert own not in ("<|user|>", "<|observation|>", "<|tool_response>"), own
 
 
 @pytest.mark.parametrize("name", FAMILIES)
