@@ -138,7 +138,13 @@ def create_app(
     store.remember_turns(_remembered_turns(settings))
     traces = TraceIndex(min(MOST_TRACES, rollouts), others)
     exact = upstream.capabilities.exact_prompts
-    text = EngineRenderer(settings.tokenizer, upstream.models) if exact else None
+    renderer = EngineRenderer(
+        settings.tokenizer,
+        upstream.models,
+        chat_template=settings.chat_template,
+        kwargs=settings.chat_template_kwargs,
+    )
+    text = renderer if exact else None
     continuation = PromptReuse(
         store, limit_bytes=settings.cache_mib << 20, text=text, others=others
     )

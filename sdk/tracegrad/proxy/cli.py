@@ -117,6 +117,8 @@ def serve(settings: ProxySettings, *, fd: int | None = None) -> None:
     process = WriterProcess.fork() if settings.workers == 1 else None
     _check_hooks(settings.redact)
     settings = _with_tokenizer_folder(settings)
+    if settings.chat_template is not None and not settings.chat_template.is_file():
+        _fail(f"chat_template: there is no file {settings.chat_template}")
     listener = _listener(settings, fd)
     try:
         store = Store.open(settings.store)

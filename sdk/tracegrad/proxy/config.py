@@ -83,6 +83,16 @@ class ProxySettings(FileSettings):
         " Hugging Face Hub, for exact continuation; without it the one that the engine says it"
         " serves, where that is a folder here or in the Hub's cache",
     )
+    chat_template: Path | None = Field(
+        None,
+        description="file of the chat template that the engine was started with (--chat-template),"
+        " in place of the model's own",
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="arguments of the chat template that the engine was started with"
+        " (--default-chat-template-kwargs)",
+    )
     sampling: Literal["as_asked", "free"] = Field(
         "as_asked",
         description="free: temperature 1 and nothing that bends the distribution (top_p, top_k,"

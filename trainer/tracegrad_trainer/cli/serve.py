@@ -412,6 +412,9 @@ def proxy_process(settings: TrainerSettings, listener: int | None = None) -> Chi
     ours: dict[str, object] = {"model": model, "upstream": settings.proxy.upstream, "held": True}
     if settings.vllm.api_key is not None:
         ours["upstream_api_key"] = settings.vllm.api_key
+    for name, value in settings.vllm.rendering().items():
+        if getattr(settings.proxy, name) is None:
+            ours[name] = value
     env = settings.proxy.model_copy(update=ours).environment()
     command = [sys.executable, "-m", "tracegrad.cli", "proxy"]
     log, fds = settings.logs / "proxy.log", [] if listener is None else [listener]

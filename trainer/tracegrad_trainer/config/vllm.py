@@ -230,6 +230,22 @@ class VllmSettings(BaseModel):
         are of 8 bits."""
         return "fp8" if serves_fp8(vars(self)) else self.weights_dtype
 
+    def rendering(self) -> dict[str, object]:
+        """How it writes prompts, in the proxy's settings, where `extra_args` say otherwise than the
+        model: what is a file here, and what is JSON."""
+        found: dict[str, object] = {}
+        template = _option(self.extra_args, "--chat-template")
+        if template is not None and Path(template).is_file():
+            found["chat_template"] = Path(template).resolve()
+        given = _option(self.extra_args, "--default-chat-template-kwargs")
+        try:
+            kwargs = json.loads(given or "null")
+        except ValueError:
+            kwargs = None  # vLLM says so, and does not start
+        if isinstance(kwargs, dict):
+            found["chat_template_kwargs"] = kwargs
+        return found
+
     def arguments(self) -> list[str]:
         """The server's command line, after `python -m vllm.entrypoints.openai.api_server`."""
         options: dict[str, object | None] = {

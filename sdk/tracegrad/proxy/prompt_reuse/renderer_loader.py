@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 
+from tracegrad.chat.messages import RenderOptions, render_options
 from tracegrad.chat.model import ChatFormat, NotReproducible, load_chat_format
 from tracegrad.chat.model_folder import ModelNotFound, find_model_folder
+from tracegrad.events import Json
 from tracegrad.proxy.http.errors import ApiError
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
 
@@ -25,11 +28,22 @@ ListsModels = Callable[[], Awaitable[bytes]]
 
 
 class EngineRenderer:
-    """`folder`: of tokenizer and chat template; without one, what the engine calls its root."""
+    """`folder`: of tokenizer and chat template; without one, what the engine calls its root.
+    `chat_template`: the file that the engine was given in place of the model's; `kwargs`: the
+    template arguments that it takes where a request has none."""
 
-    def __init__(self, folder: Path | None, models: ListsModels) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        models: ListsModels,
+        *,
+        chat_template: Path | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self._folder = folder
         self._models = models
+        self._chat_template = chat_template
+        self._kwargs = dict(kwargs or {})
         self._found: ChatFormat | PromptFork | None = None
         self._lock = asyncio.Lock()
         self._checked = 0
@@ -42,6 +56,10 @@ class EngineRenderer:
                 if self._found is None:
                     return await self._find()
         return self._found
+
+    def frame(self, body: Json) -> RenderOptions:
+        """What the engine renders a request from besides its messages."""
+        return render_options(body, self._kwargs)
 
     def reproduces(self, text: ChatFormat, prompt_ids: array[int]) -> bool:
         """Whether the tokens that the engine made of a prompt are those that are made of it here.
@@ -63,7 +81,7 @@ class EngineRenderer:
     async def _find(self) -> ChatFormat | PromptFork:
         try:
             folder = self._folder or await self._root()
-            self._found = await asyncio.to_thread(load_chat_format, folder)
+            self._found = await asyncio.to_thread(self._load, folder)
         except NotReproducible as error:
             log.warning("prompts are not continued token for token: %s", error)
             self._found = PromptFork(ForkReason.TOKENIZER, str(error))
@@ -71,6 +89,14 @@ class EngineRenderer:
             # The engine is away: it may be asked again with the next call.
             return PromptFork(ForkReason.TOKENIZER, error.message)
         return self._found
+
+    def _load(self, folder: Path) -> ChatFormat:
+        own = self._chat_template
+        try:
+            template = own.read_text(encoding="utf-8") if own is not None else None
+        except (OSError, UnicodeDecodeError) as error:
+            raise NotReproducible(f"chat_template {own}: {error}") from error
+        return load_chat_format(folder, chat_template=template)
 
     async def _root(self) -> Path:
         try:

@@ -16,7 +16,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from tracegrad.chat.call import Call
-from tracegrad.chat.messages import custom_rendering_field, render_options
+from tracegrad.chat.messages import custom_rendering_field
 from tracegrad.events import Json, new_id, token_id_array
 from tracegrad.proxy.http.request_body import LARGE_BODY_BYTES
 from tracegrad.proxy.prompt_reuse.conversation_hash import (
@@ -249,7 +249,7 @@ class PromptReuse:
             assert self._text is not None
             if not self._text.reproduces(text, chain[0].prompt_ids):
                 return PromptFork(ForkReason.TOKENIZER, "other tokens than the engine's")
-            frame = render_options(call.body)
+            frame = self._text.frame(call.body)
             return splice_prompt(text, chain, messages, frame, began, unproven=unproven)
 
         spliced = await asyncio.to_thread(proven)

@@ -13,7 +13,7 @@ import pytest
 
 from support.chat.real_templates import FAMILIES, NOW, fresh_ids, model
 from tracegrad.chat.call import Call
-from tracegrad.chat.messages import content_text, render_options
+from tracegrad.chat.messages import RenderOptions, content_text, render_options
 from tracegrad.chat.model import ChatFormat
 from tracegrad.events import Turn, logprob_array
 from tracegrad.proxy.dialects.openai_chat import OpenAIChatDialect
@@ -41,8 +41,8 @@ class NothingStored:
 
 
 class KnownRenderer(EngineRenderer):
-    def __init__(self, text: ChatFormat) -> None:
-        super().__init__(None, _no_models)
+    def __init__(self, text: ChatFormat, kwargs: Json | None = None) -> None:
+        super().__init__(None, _no_models, kwargs=kwargs)
         self._found = text
 
 
@@ -245,3 +245,44 @@ async def test_replies_of_any_text_that_are_cut_short_are_one_path(family: str) 
     assert content_text(history[2]["content"]) == "one "
     assert agent.forks == [None] * 6
     assert agent.is_one_path
+
+
+@pytest.mark.parametrize("told", [True, False])
+async def test_an_engine_with_template_arguments_of_its_own_is_continued_with_these(
+    told: bool,
+) -> None:
+    engines = {"enable_thinking": False}
+    agent = Agent("Qwen3.5", as_rendered=False)
+    agent.reuse = PromptReuse(
+        NothingStored(),
+        limit_bytes=10**7,
+        text=KnownRenderer(agent.text, engines if told else None),
+    )
+    function = {"name": "look", "arguments": "{}"}
+    reply = assistant(None, {"id": "call_a1b2c3", "type": "function", "function": function})
+    first = agent.call([user("go")])
+    plan = await agent.reuse.plan("r", first)
+    sampled = agent.text.tokenizer.encode("(a call)<|im_end|>")
+    turn = Turn(
+        rollout_id="r",
+        dialect="chat",
+        model="m",
+        prompt_token_ids=fresh_ids(agent.text, first.messages, RenderOptions(None, engines), NOW),
+        completion_token_ids=sampled,
+        completion_logprobs=logprob_array([-1.0] * len(sampled)),
+        policy_versions=((0, len(sampled)),),
+        finish_reason="tool_calls",
+        request=first.request,
+        response={"choices": [{"message": reply}]},
+        created_at=NOW.timestamp(),
+    )
+    agent.reuse.add(cached_turn(turn, plan.conversation))
+    result = {"role": "tool", "tool_call_id": "call_a1b2c3", "content": "7"}
+    plan = await agent.reuse.plan("r", agent.call([user("go"), reply, result]))
+    if told:
+        assert plan.prompt_ids is not None
+        prompt = agent.text.tokenizer.decode(plan.prompt_ids)
+        assert prompt.endswith("<think>\n\n</think>\n\n")
+    else:
+        assert plan.fork is not None
+        assert plan.fork.reason == ForkReason.NOT_AS_SENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from datetime import UTC, datetime
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -13,6 +14,7 @@ from support.chat.fake_hub import put_in_cache
 from support.system.log_lines import our_lines
 from support.trainer.char_model import char_tokenizer
 from tracegrad.chat.model import ChatFormat
+from tracegrad.chat.renderer import Renderer
 from tracegrad.events import token_id_array
 from tracegrad.proxy.http.errors import Unavailable
 from tracegrad.proxy.prompt_reuse.fork_reasons import ForkReason, PromptFork
@@ -109,3 +111,24 @@ async def test_a_tokenizer_that_was_right_often_is_believed(folder: Path) -> Non
     for _ in range(CHECKED):
         assert text.reproduces(found, found.tokenizer.encode("hello"))
     assert text.reproduces(found, token_id_array([100_000])), "not looked at any more"
+
+
+async def test_an_engines_own_template_and_arguments_are_taken(
+    folder: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{{ style }}: {{ messages[0].content }}")
+    text = EngineRenderer(
+        folder, Engine().models, chat_template=own, kwargs={"style": "brief", "other": 1}
+    )
+    found = await text.get()
+    assert isinstance(found, ChatFormat)
+    messages = [{"role": "user", "content": "hi"}]
+    now = datetime(2026, 11, 20, tzinfo=UTC)
+    asked = {"chat_template_kwargs": {"style": "long"}}
+    assert Renderer(found, text.frame({}), now).render(messages) == "brief: hi"
+    assert Renderer(found, text.frame(asked), now).render(messages) == "long: hi"
+    own.unlink()
+    gone = await EngineRenderer(folder, Engine().models, chat_template=own).get()
+    assert isinstance(gone, PromptFork)
+    assert str(own) in gone.detail

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from tracegrad.proxy.config import ProxySettings
 from tracegrad.store.anchors.schedule import AnchorSettings
+from tracegrad_trainer.cli.serve import proxy_process
 from tracegrad_trainer.config.trainer import TrainerSettings
 
 
@@ -32,6 +33,23 @@ def test_the_proxy_process_has_the_anchors(model: Path, monkeypatch: pytest.Monk
     for name, value in given.proxy.environment().items():
         monkeypatch.setenv(name, value)
     assert ProxySettings().anchors == given.proxy.anchors
+
+
+def test_the_proxy_process_renders_as_vllm_is_told_to(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    asked = [f"--chat-template={template}", "--default-chat-template-kwargs", '{"thinking": true}']
+    given = settings(model, vllm={"extra_args": asked})
+    for name, value in proxy_process(given).env.items():
+        monkeypatch.setenv(name, value)
+    assert ProxySettings().chat_template == template
+    assert ProxySettings().chat_template_kwargs == {"thinking": True}
+    # What is set for the proxy itself goes first.
+    own = {"chat_template_kwargs": {"thinking": False}}
+    env = proxy_process(settings(model, vllm={"extra_args": asked}, proxy=own)).env
+    assert env["TRACEGRAD_PROXY_CHAT_TEMPLATE_KWARGS"] == '{"thinking": false}'
 
 
 def test_a_wrong_anchor_setting_is_named() -> None:
