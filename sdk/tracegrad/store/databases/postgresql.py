@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, func, select
+from sqlalchemy.engine import ExceptionContext
 
 from tracegrad.store.databases.base import Conflict, Database
 from tracegrad.store.databases.json_columns import json_text, json_value
@@ -35,15 +36,17 @@ _NAMING = frozenset({"host", "port", "user", "dbname", "service"})
 # A process holds so many of the server's connections at most; its other threads wait.
 _KEPT, _MORE = 4, 12
 
+# A server that only reads: after a failover the standby, where a connection was made too early.
+_READ_ONLY = "25006"
 # SQLSTATEs, by their beginnings, that are the server's state and no mistake of ours: connections,
 # read-only and ended transactions, missing rights, resources, locks, operators, disks, its defects.
 _SERVERS = (
-    *("08", "25006", "25P03", "25P04", "28", "3D", "3F", "40", "42501"),
+    *("08", _READ_ONLY, "25P03", "25P04", "28", "3D", "3F", "40", "42501"),
     *("53", "55006", "55P03", "57", "58", "F0", "XX"),
 )
 _CONFLICTS = ("40001", "40P01")  # serialization failure, deadlock
-# Of connections, and of a server that ends, crashed, or starts.
-_LOST = ("08", "57P01", "57P02", "57P03")
+# Of connections, and of a server that ends, crashed, starts, or only reads.
+_LOST = ("08", "57P01", "57P02", "57P03", _READ_ONLY)
 
 _SETTINGS = """
 SELECT set_config('lock_timeout', %s, false),
@@ -114,7 +117,13 @@ class PostgreSQL(Database):
                 connection.execute(_DURABLE)
             connection.commit()
 
+        def on_error(context: ExceptionContext) -> None:
+            # Its connections live on and answer pings; new ones may lead to the primary.
+            if getattr(context.original_exception, "sqlstate", None) == _READ_ONLY:
+                context.is_disconnect = True
+
         event.listen(engine, "connect", on_connect)
+        event.listen(engine, "handle_error", on_error)
         return engine
 
     @contextmanager

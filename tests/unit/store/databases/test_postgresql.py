@@ -234,6 +234,21 @@ def test_a_server_that_only_reads_is_one_line(
             store.append([make_turn("t")])
 
 
+def test_connections_to_a_standby_are_given_up(
+    postgres_server: postgres.Server, own_database: str
+) -> None:
+    Store.open(own_database).close()
+    name = postgres.database_of(own_database)
+    postgres_server.say(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    with Store.open(own_database) as store, GroupCommitWriter(store, reconnect_s=15) as writer:
+        with store.reading(), store.reading():  # the pool has two of them
+            pass
+        # What connects from now on reaches a server that writes.
+        postgres_server.say(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+        writer.submit([make_turn("t")]).result(timeout=30)
+        assert store.find_turn("t") is not None
+
+
 def test_a_server_without_free_connections_is_one_line(
     postgres_server: postgres.Server, own_database: str
 ) -> None:
@@ -260,6 +275,7 @@ def test_a_server_without_free_connections_is_one_line(
         ("57P01", StoreLost),  # the server is ended
         ("57P03", StoreLost),  # it starts
         ("08006", StoreLost),  # the connection broke
+        ("25006", StoreLost),  # it is a standby
         ("25P03", StoreUnavailable),  # too long idle in a transaction
         ("58030", StoreUnavailable),  # the disk fails
         ("XX001", StoreUnavailable),  # damaged data
