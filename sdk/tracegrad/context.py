@@ -41,6 +41,7 @@ from tracegrad.protocol import (
 )
 from tracegrad.serializer import bounded_repr, bounded_str
 from tracegrad.signal_errors import is_of_signal_handler
+from tracegrad.urls import is_on_this_machine
 
 _log = logging.getLogger("tracegrad")
 
@@ -575,8 +576,6 @@ def attribution_headers(url: str) -> dict[str, str]:
 def _origin(url: str) -> tuple[str, str, int | None]:
     """Scheme, host and port; every name of this machine's loopback counts as the same host."""
     parts = urlsplit(url)
-    host = parts.hostname or ""
+    host = "loopback" if is_on_this_machine(url) else parts.hostname or ""
     port = parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    if host in ("localhost", "::1") or host.startswith("127."):
-        host = "loopback"
     return parts.scheme, host, port

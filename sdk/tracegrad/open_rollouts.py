@@ -14,7 +14,12 @@ import weakref
 from contextlib import AbstractContextManager
 
 from tracegrad import context
-from tracegrad.client_environ import HELD_OUT_VARIABLE, client_variables, set_variables
+from tracegrad.client_environ import (
+    HELD_OUT_VARIABLE,
+    client_variables,
+    direct_variables,
+    set_variables,
+)
 from tracegrad.context import Rollout
 
 # Reentrant: the collector may close a forgotten generator, and so its rollout, while it is held.
@@ -49,6 +54,7 @@ class OpenRollout(AbstractContextManager[None]):
             if environ:
                 _holders.append(self)
                 self._ours = client_variables(rollout.base_url, rollout.api_key)
+                self._ours |= direct_variables(rollout.base_url, os.environ)
                 if rollout.held_out:
                     self._ours[HELD_OUT_VARIABLE] = "1"
                 self._before = {name: os.environ.get(name) for name in self._ours}

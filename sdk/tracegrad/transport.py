@@ -13,9 +13,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from tracegrad.protocol import FEEDBACK_PATH
+from tracegrad.urls import is_on_this_machine
 
 _log = logging.getLogger("tracegrad")
 
@@ -98,8 +98,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _opener(url: str) -> urllib.request.OpenerDirector:
-    host = urlsplit(url).hostname or ""
-    if host in ("localhost", "::1") or host.startswith("127."):
+    if is_on_this_machine(url):
         # HTTP_PROXY is for the world outside, not for this machine.
         return urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
     return urllib.request.build_opener(_NoRedirect)

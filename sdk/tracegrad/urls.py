@@ -49,6 +49,12 @@ def unix_socket(url: str) -> str | None:
     return urlsplit(url).path if url.startswith("unix:") else None
 
 
+def is_on_this_machine(url: str) -> bool:
+    """Whether its host is one of the loopback's, which no proxy of HTTP_PROXY's can reach."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 def http_base(url: str) -> str:
     """What requests to an engine are addressed to, by whatever way they get there."""
     return "http://localhost" if unix_socket(url) is not None else url

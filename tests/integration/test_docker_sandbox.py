@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -120,6 +121,16 @@ async def test_a_command_runs_in_its_folder_and_says_how_it_ended(
     for code in (126, 127, 137):
         end, _ = await run(sandbox, f"echo 'executable file not found'; exit {code}", tmp_path)
         assert (end.exit_code, end.error, end.out_of_memory) == (code, None, False)
+
+
+async def test_a_proxy_that_docker_is_set_up_with_stays_outside(
+    backend: DockerSandboxes, spec: SandboxSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxies = {"default": {"httpProxy": "http://proxy.example:3128"}}
+    (tmp_path / "config.json").write_text(json.dumps({"proxies": proxies}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    _, said = await run(await backend.start(spec), ["env"], tmp_path)
+    assert "proxy.example" not in said
 
 
 STUBBORN = (

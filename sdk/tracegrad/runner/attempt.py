@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tracegrad.call_check import question
-from tracegrad.client_environ import HELD_OUT_VARIABLE, client_variables
+from tracegrad.client_environ import HELD_OUT_VARIABLE, client_variables, direct_variables
 from tracegrad.context import Rollout
 from tracegrad.decorators import rollout
 from tracegrad.events import Outcome
@@ -224,14 +225,18 @@ class _Attempt:
         task, silent_s = self._task, self._settings.timeouts.silent_s
         prepared = (self._settings.prepare or plain_command)(task, self._opened, sandbox)
         await _write_files(sandbox, prepared.files)
-        addresses = client_variables(sandbox.reachable(self._opened.base_url), self._opened.api_key)
+        base_url = sandbox.reachable(self._opened.base_url)
+        addresses = client_variables(base_url, self._opened.api_key)
         # An agent may open rollouts itself (`@trace`), which would be trained.
         mark = {HELD_OUT_VARIABLE: "1"} if self._opened.held_out else {}
+        environ = {**task.environ, **addresses, **prepared.environ, **mark}
+        inherited = os.environ if sandbox.shares_files else {}
+        environ |= direct_variables(base_url, {**inherited, **environ})
         life = _SignsOfLife(self._opened, self._settings.echo)
         running = asyncio.create_task(
             sandbox.run(
                 prepared.command,
-                environ={**task.environ, **addresses, **prepared.environ, **mark},
+                environ=environ,
                 timeout_s=task.timeout_s,
                 output=self._logs / AGENT_LOG,
                 marker=self._marker,

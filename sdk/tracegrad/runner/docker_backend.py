@@ -273,6 +273,8 @@ class DockerSandboxes:
             # What is in the image's own folders is in the volumes, too.
             volumes=["/tmp", workdir] if spec.read_only else None,
             healthcheck={"test": ["NONE"]},
+            # A proxy of the user's own (~/.docker/config.json) is not reached from inside.
+            use_config_proxy=False,
             host_config=api.create_host_config(
                 **bounds(spec), network_mode=await opened.network.mode()
             ),

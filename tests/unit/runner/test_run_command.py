@@ -90,6 +90,19 @@ def test_ends_are_outcomes(
     assert only.reward == (1.0 if outcome == "agent_error" else None)
 
 
+def test_an_agent_asks_no_proxy_of_the_environments_for_this_machine(
+    proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("NO_PROXY", "own.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    result = run("--", *ASK)
+    assert result.exit_code == 0, result.output
+    (only,) = rollouts(proxy, 1)
+    assert len(proxy.turns_of(only.rollout_id)) == 1
+
+
 def test_what_an_agent_opens_itself_is_held_out_with_it(
     proxy: ProxyWithEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

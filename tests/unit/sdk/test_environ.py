@@ -19,7 +19,7 @@ import pytest
 
 from support.sdk.fake_proxy import FakeProxy
 from tracegrad import rollout, trace
-from tracegrad.client_environ import client_variables
+from tracegrad.client_environ import client_variables, direct_variables
 from tracegrad.key_derivation import derive_key
 
 # What a client without httpx, requests and aiohttp does; also in a process of its own.
@@ -81,6 +81,22 @@ def test_each_vendors_variables_lead_to_the_rollout(proxy: FakeProxy) -> None:
         assert not {"ANTHROPIC_AUTH_TOKEN", "GOOGLE_API_KEY"} & os.environ.keys()
     assert os.environ["GOOGLE_API_KEY"] == "theirs"
     assert "ANTHROPIC_BASE_URL" not in os.environ
+
+
+def test_a_proxy_on_this_machine_is_called_without_another_one(
+    proxy: FakeProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "own.example, 10.0.0.1")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    wanted = dict.fromkeys(("no_proxy", "NO_PROXY"), "own.example,10.0.0.1,127.0.0.1")
+    with rollout(environ=True) as r:
+        assert wanted.items() <= os.environ.items()
+        with rollout() as inner:
+            assert wanted.items() <= inner.environ.items()
+        assert wanted.items() <= r.environ.items()
+    assert os.environ["no_proxy"] == "own.example, 10.0.0.1"
+    assert "NO_PROXY" not in os.environ
+    assert direct_variables("https://elsewhere.example/v1", {}) == {}
 
 
 def test_the_page_names_every_variable() -> None:

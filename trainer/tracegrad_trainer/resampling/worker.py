@@ -7,6 +7,7 @@ store's URL and the proxy's key, where they are secret.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ async def _work(resolved: dict[str, Any], stop: asyncio.Event) -> None:
             held_out=promotion["tags"] if promotion["gate"] == "held_out" else None,
             selection=BatchSettings.model_validate(selection),
         )
-        async with httpx.AsyncClient(timeout=None) as client:
+        # Without the environment's proxies; certificates as the SDK has them.
+        trusted = ssl.create_default_context()
+        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=trusted) as client:
             state = RunState(Path(resolved["state_dir"]), RESAMPLING)
             await work(PromptSampler(prompts, client), state, stop)
 

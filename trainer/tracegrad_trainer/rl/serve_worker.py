@@ -36,7 +36,7 @@ from tracegrad_trainer.rl.preflight import check_served_tokenizer
 from tracegrad_trainer.rl.rank_main import StopFlag, run_rank
 from tracegrad_trainer.rl.train_loop import TrainLoop
 from tracegrad_trainer.utils.distributed import launch_rank, run_on_rank_zero
-from tracegrad_trainer.utils.subprocesses import is_responding
+from tracegrad_trainer.utils.subprocesses import why_silent
 
 # Run with -m, where __name__ is "__main__".
 logger = logging.getLogger("tracegrad_trainer.rl.serve_worker")
@@ -141,11 +141,12 @@ class ServeWorker:
     def _await_endpoints(self) -> None:
         """On all ranks, until vLLM and the proxy answer; `trainer serve` starts them again, and
         ends us if they cannot. They may take longer than a collective may last."""
-        while not run_on_rank_zero(self._endpoints_answer):
+        said: dict[str, str] = {}
+        while not run_on_rank_zero(lambda: self._endpoints_answer(said)):
             pass
 
-    def _endpoints_answer(self) -> bool:
-        """Waits PATIENCE_S for it at most."""
+    def _endpoints_answer(self, said: dict[str, str]) -> bool:
+        """Waits PATIENCE_S for it at most. `said`: why each did not, as the log has it."""
         deadline = time.monotonic() + PATIENCE_S
         first, *others = self.settings.engine_urls
         ours = first if self.settings.vllm.is_attached else "vLLM"
@@ -155,10 +156,14 @@ class ServeWorker:
             **{url: (url, "/health") for url in others},
         }
         while not self.stopping():
-            missing = [name for name, probe in probes.items() if not is_responding(*probe)]
+            found = {name: why_silent(*probe) for name, probe in probes.items()}
+            missing = {name: why for name, why in found.items() if why is not None}
             if not missing:
                 break
             self.training.report_stage(f"waiting for {' and '.join(missing)}")
+            for name, why in sorted(missing.items() - said.items()):
+                logger.warning("waiting for %s at %s: %s", name, probes[name][0], why)
+            said.update(missing)
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.2)

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import socket
+import ssl
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ def http_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.
     """A client for paths under `url`. `key` is sent as a bearer token.
 
     No connection is kept, so none can be stale, and no proxy of the environment's is asked.
+    Certificates are those of the system, or of SSL_CERT_FILE, as in the SDK.
     """
     limits = httpx.Limits(max_keepalive_connections=0)
     return httpx.Client(
@@ -33,7 +35,10 @@ def http_client(url: str, *, timeout_s: float, key: str | None = None) -> httpx.
         timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, 5.0)),
         # Reading the certificates takes longer than most calls.
         transport=httpx.HTTPTransport(
-            uds=unix_socket(url), verify=url.startswith("https:"), limits=limits, trust_env=False
+            uds=unix_socket(url),
+            verify=url.startswith("https:") and ssl.create_default_context(),
+            limits=limits,
+            trust_env=False,
         ),
         trust_env=False,
     )

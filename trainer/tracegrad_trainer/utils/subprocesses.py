@@ -200,11 +200,17 @@ def die_with_parent(number: signal.Signals) -> None:
 
 def is_responding(url: str, path: str = "") -> bool:
     """Whether a server of ours is up: it answers with 200 at `path` under `url`."""
+    return why_silent(url, path) is None
+
+
+def why_silent(url: str, path: str = "") -> str | None:
+    """Why it is not up; None: it is."""
     try:
         with http_client(url, timeout_s=2) as client:
-            return client.get(http_base(url) + path).status_code == 200
-    except httpx.TransportError:
-        return False
+            status = client.get(http_base(url) + path).status_code
+    except httpx.TransportError as error:
+        return str(error) or type(error).__name__
+    return None if status == 200 else f"it answers {status}"
 
 
 def inherited_environment() -> dict[str, str]:

@@ -57,6 +57,7 @@ def start(tmp_path: Path, proxy: ProxyWithEngine) -> Iterator[StartWorker]:
         file = tmp_path / "settings.json"
         file.write_text(json.dumps(resolved))
         env = {**os.environ, "TRACEGRAD_URL": proxy.url, "TRACEGRAD_API_KEY": ""}
+        env |= {"HTTP_PROXY": "http://127.0.0.1:9"}  # nobody listens there, and nobody is to ask it
         command = [sys.executable, "-m", "tracegrad_trainer.resampling.worker", str(file)]
         with (tmp_path / "log").open("ab") as log:
             started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))

@@ -172,7 +172,9 @@ def test_no_collective_lasts_until_vllm_has_started(monkeypatch: pytest.MonkeyPa
             asked.append(seconds - before)
 
     monkeypatch.setattr(serve_worker, "run_on_rank_zero", on_rank_zero)
-    monkeypatch.setattr(serve_worker, "is_responding", lambda *_: next(answers))
+    monkeypatch.setattr(
+        serve_worker, "why_silent", lambda *_: None if next(answers) else "it answers 503"
+    )
     clock = SimpleNamespace(monotonic=lambda: seconds, sleep=sleep)
     monkeypatch.setattr(serve_worker, "time", clock)
     for name in ("check_engines", "check_served_tokenizer"):
