@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -118,12 +119,38 @@ def test_who_reaches_whom() -> None:
     }
     assert members == {
         "agents": {"haproxy"},
-        "proxies": {"haproxy", *PROXIES, "trainer", "workers"},
-        # Their routes for weight pushes ask for no key.
-        "engines": {*ENGINES, *PROXIES, "trainer"},
-        "store": {"postgres", *PROXIES, "trainer", "workers"},
+        "proxies": {"haproxy", *PROXIES, "workers"},
+        # Their routes for weight pushes ask for no key: no agent and no command of a reward.
+        "engines": {*ENGINES, *PROXIES, "trainer", "haproxy", "postgres"},
+        "store": {"postgres", *PROXIES, "workers"},
     }
     assert compose.load()["networks"]["store"] == {"internal": True}
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "trainer"])
+def test_a_push_has_one_way(name: str) -> None:
+    """NCCL takes any interface, and Docker drops what goes from one network to another."""
+    assert names(SERVICES[name]["networks"]) == {"engines"}
+
+
+def test_what_a_service_calls_is_in_a_network_of_its_own(settings: TrainerSettings) -> None:
+    def reached(name: str) -> set[str]:
+        own = names(SERVICES[name]["networks"])
+        return {other for other, each in SERVICES.items() if own & names(each["networks"])}
+
+    called = (settings.proxy_url or "", *settings.vllm.urls, *settings.push.proxies)
+    assert {urlsplit(url).hostname for url in called} | {"postgres"} <= reached("trainer")
+    for name, each in SERVICES.items():
+        assert names(each.get("depends_on")) <= reached(name)
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "trainer"])
+def test_what_was_compiled_can_be_loaded(name: str) -> None:
+    """Docker adds noexec to a tmpfs that does not say exec."""
+    [temporary] = SERVICES[name]["tmpfs"]
+    path, _, options = temporary.partition(":")
+    assert path == "/tmp"
+    assert {"exec", "mode=1777"} <= set(options.split(","))
 
 
 @pytest.mark.parametrize("name", SERVICES)
