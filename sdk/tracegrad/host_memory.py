@@ -77,18 +77,26 @@ def free_host_memory() -> int:
                 available = int(line.split()[1]) * 1024
     except (OSError, ValueError):
         pass  # not Linux
-    left = free_cgroup_memory(Path("/sys/fs/cgroup"))
-    return available if left is None else min(available, left)
+    group = Path("/sys/fs/cgroup")
+    left = [free_cgroup_memory(group), free_cgroup_v1_memory(group / "memory")]
+    return min([available, *(each for each in left if each is not None)])
 
 
 def free_cgroup_memory(group: Path) -> int | None:
     """Bytes that a control group (v2) has left, caches of files counted as free; None: no limit."""
+    return _left(group, "memory.max", "memory.current", "inactive_file")
+
+
+def free_cgroup_v1_memory(group: Path) -> int | None:
+    """As `free_cgroup_memory`; without a limit it has more left than any machine has."""
+    files = "memory.limit_in_bytes", "memory.usage_in_bytes"
+    return _left(group, *files, "total_inactive_file")
+
+
+def _left(group: Path, limit: str, used: str, cached: str) -> int | None:
     try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((group / "memory.current").read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return int(limit) - used + int(stat["inactive_file"])
+        numbers = (int((group / file).read_text()) for file in (limit, used))
+        return next(numbers) - next(numbers) + int(stat[cached])
     except (OSError, ValueError, KeyError):
-        return None  # not Linux, or no such limits
+        return None  # not Linux, or no such limits: "max"

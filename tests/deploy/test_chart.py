@@ -327,6 +327,42 @@ def test_a_pod_may_do_no_more_than_it_must(objects: list[Json]) -> None:
         assert "memory" in only["resources"]["limits"]
 
 
+def test_a_cluster_may_choose_the_users() -> None:
+    """As OpenShift does, which refuses those that are named."""
+    nobody = {"runAsUser": None, "runAsGroup": None}
+    changed = {"podSecurityContext": {**nobody, "fsGroup": None}}
+    for pod in pods(render({**LEAST, **changed, "haproxy": {"podSecurityContext": nobody}})):
+        security = pod["spec"]["securityContext"]
+        assert not {"runAsUser", "runAsGroup", "fsGroup"} & set(security)
+        assert security["runAsNonRoot"] is True
+
+
+@pytest.mark.parametrize("part", ["proxy", "engine", "trainer", "workers"])
+def test_a_file_of_the_clusters_own_is_mounted(part: str) -> None:
+    [pod] = [each for each in pods(render(LARGE)) if part_of(each) == part]
+    assert LARGE["extraVolumes"][0] in pod["spec"]["volumes"]
+    assert LARGE["extraVolumeMounts"][0] in pod["spec"]["containers"][0]["volumeMounts"]
+
+
+def test_the_trial_database_has_shared_memory() -> None:
+    """Its parallel queries; a container has 64 MiB by itself."""
+    assert {"name": "shm", "mountPath": "/dev/shm"} in container(render(TRIAL), "postgres")[
+        "volumeMounts"
+    ]
+
+
+def test_proxies_have_variables_of_the_clusters_own() -> None:
+    assert environment(container(render(LARGE), "proxy"))["SSL_CERT_FILE"] == "/ca/ca.pem"
+
+
+@pytest.mark.parametrize(("values", "host"), [(LEAST, "0.0.0.0"), (LARGE, "::")])
+def test_every_server_listens_where_probes_ask(values: Json, host: str) -> None:
+    objects = render(values)
+    for part in ("proxy", "engine"):
+        assert f"--host={host}" in container(objects, part)["args"]
+    assert environment(container(objects, "haproxy"))["LISTEN"] == f"{host}:4141"
+
+
 def test_probes_ask_a_path_that_answers(objects: list[Json]) -> None:
     paths = {
         part_of(pod): {

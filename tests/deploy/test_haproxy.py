@@ -116,6 +116,13 @@ def test_haproxy_takes_the_file(proxies: int) -> None:
     assert "[WARNING]" not in done.stdout, done.stdout
 
 
+def test_haproxy_takes_both_families(tmp_path: Path) -> None:
+    with haproxy(["http://127.0.0.1:9"], tmp_path / "log", host="::") as address:
+        port = address.rpartition(":")[2]
+        for host in ("127.0.0.1", "[::1]"):
+            assert CLIENT.get(f"http://{host}:{port}/haproxy/healthz").status_code in (200, 503)
+
+
 def test_haproxy_starts_before_a_proxy_has_an_address() -> None:
     done = check(["proxy-0.invalid:4141", "proxy-1.invalid:4141"])
     assert done.returncode == 0, done.stdout

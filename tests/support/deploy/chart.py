@@ -32,8 +32,11 @@ LARGE: Json = {
     },
     "images": {"pullSecrets": [{"name": "registry"}]},
     "hub": {"existingSecret": "hub"},
+    "listen": "::",
     "haproxy": {"replicas": 3, "service": {"type": "LoadBalancer", "port": 80}},
-    "proxy": {"replicas": 16},
+    "proxy": {"replicas": 16, "env": [{"name": "SSL_CERT_FILE", "value": "/ca/ca.pem"}]},
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca", "readOnly": True}],
     "engine": {
         "replicas": 8,
         "gpus": 2,

@@ -46,20 +46,21 @@ def check(proxies: Sequence[str], config: Path = CONFIG) -> subprocess.Completed
 
 
 @contextmanager
-def haproxy(urls: Sequence[str], log: Path) -> Iterator[str]:
-    """The one address of the servers at these URLs."""
-    with haproxy_process(urls, log) as (address, _):
+def haproxy(urls: Sequence[str], log: Path, host: str = "127.0.0.1") -> Iterator[str]:
+    """The one address of the servers at these URLs; with `host` "::" it is one of all."""
+    with haproxy_process(urls, log, host=host) as (address, _):
         yield address
 
 
 @contextmanager
 def haproxy_process(
-    urls: Sequence[str], log: Path, drain: str = "1s"
+    urls: Sequence[str], log: Path, drain: str = "1s", host: str = "127.0.0.1"
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The one address, and who serves it."""
-    address = f"127.0.0.1:{find_free_port()}"
+    port = find_free_port()
+    address = f"127.0.0.1:{port}"
     servers = [url.removeprefix("http://") for url in urls]
-    environment = {**os.environ, **variables(servers), "LISTEN": address, "DRAIN": drain}
+    environment = {**os.environ, **variables(servers), "LISTEN": f"{host}:{port}", "DRAIN": drain}
     with log.open("wb") as out:
         process = subprocess.Popen(
             [program(), "-db", "-f", str(CONFIG)], env=environment, stdout=out, stderr=out

@@ -96,6 +96,8 @@ def test_a_proxy_on_this_machine_is_called_without_another_one(
         assert wanted.items() <= r.environ.items()
     assert os.environ["no_proxy"] == "own.example, 10.0.0.1"
     assert "NO_PROXY" not in os.environ
+    with rollout() as plain:
+        assert wanted.items() <= plain.environ.items()
     assert direct_variables("https://elsewhere.example/v1", {}) == {}
 
 

@@ -35,14 +35,9 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{/* The user of our images. */}}
+{{/* Of pods of our images. */}}
 {{- define "tracegrad.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{- toYaml .Values.podSecurityContext }}
 {{- end }}
 
 {{- define "tracegrad.containerSecurity" -}}
@@ -98,10 +93,16 @@ checksum/settings: {{ include "tracegrad.settings" . | sha256sum }}
   emptyDir: {}
 - name: tmp
   emptyDir: {}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "tracegrad.mounts" -}}
 - {name: models, mountPath: /models}
 - {name: data, mountPath: /data}
 - {name: tmp, mountPath: /tmp}
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}

@@ -17,14 +17,18 @@ class ListenError(OSError):
 
 def listen(host: str, port: int, *, field: str = "", if_taken: str) -> socket.socket:
     """`field` is the port's name in settings, `if_taken` what to do where another listens there.
+    `::` is every address, IPv4's as well.
 
     Raises:
         ListenError: in these words.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
     name = f"{field}: " if field else ""
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ListenError(f"{name}port {port} of {host} is in use; {if_taken}") from None

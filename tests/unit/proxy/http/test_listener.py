@@ -25,6 +25,12 @@ def test_a_taken_port_is_one_line_with_what_to_do() -> None:
     assert str(refused.value) == (f"proxy.port: port {port} of 127.0.0.1 is in use; take another")
 
 
+@pytest.mark.parametrize("client", ["127.0.0.1", "::1"])
+def test_every_address_is_of_both_families(client: str) -> None:
+    with listen("::", 0, if_taken="") as ours:
+        socket.create_connection((client, ours.getsockname()[1]), timeout=5).close()
+
+
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(ListenError, match=r"^cannot listen on 203\.0\.113\.1:0: \S+"):
         listen("203.0.113.1", 0, if_taken="")

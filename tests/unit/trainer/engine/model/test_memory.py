@@ -19,7 +19,7 @@ from support.trainer.learners import build
 from support.trainer.row_samples import VOCABULARY, rows, tiny_model
 from support.trainer.tiny_model import tiny_sizes
 from support.trainer.tiny_models import logprobs, make
-from tracegrad.host_memory import free_cgroup_memory
+from tracegrad.host_memory import free_cgroup_memory, free_cgroup_v1_memory
 from tracegrad_trainer.batches import micro_batch, pack
 from tracegrad_trainer.engine.config import FsdpSettings, LoraSettings, OptimSettings
 from tracegrad_trainer.engine.model import memory
@@ -256,6 +256,14 @@ def test_what_a_container_keeps_of_files_counts_as_free(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert free_cgroup_memory(tmp_path) is None
     assert free_cgroup_memory(tmp_path / "nowhere") is None
+
+
+def test_so_does_one_of_the_first_version(tmp_path: Path) -> None:
+    (tmp_path / "memory.limit_in_bytes").write_text(f"{8 * GIB}\n")
+    (tmp_path / "memory.usage_in_bytes").write_text(f"{7 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"inactive_file 0\ntotal_inactive_file {5 * GIB}\n")
+    assert free_cgroup_v1_memory(tmp_path) == 6 * GIB
+    assert free_cgroup_v1_memory(tmp_path / "nowhere") is None
 
 
 def test_a_gpu_that_this_process_does_not_use_is_asked_by_another(
