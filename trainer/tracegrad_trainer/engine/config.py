@@ -105,7 +105,11 @@ class FsdpSettings(BaseModel):
         " the model's heads allow, in the steps that are quicker by it",
     )
     threads: int | None = Field(None, ge=1, description="CPU threads a rank; default: torch's")
-    timeout_s: float = Field(1800.0, gt=0, description="a collective that takes longer has failed")
+    timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="a collective that takes longer has failed, as has a start without some rank",
+    )
 
     @property
     def rank_multiple(self) -> int:

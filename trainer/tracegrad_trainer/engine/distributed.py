@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tracegrad_trainer.engine.config import FsdpSettings
+from tracegrad_trainer.engine.rendezvous import meet_ranks
 
 
 def pick_device(settings: FsdpSettings) -> torch.device:
@@ -83,7 +84,8 @@ def init_process_group(settings: FsdpSettings) -> DeviceMesh:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=settings.timeout_s)
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, ranks = meet_ranks(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
     else:
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=timeout)
