@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from tracegrad.events import Json
 from tracegrad.host_memory import return_freed_memory
 from tracegrad.store import Store, StoreError, StoreLost
 from tracegrad_trainer.batches import Row
@@ -50,6 +51,7 @@ from tracegrad_trainer.rl.coordinator import (
 )
 from tracegrad_trainer.rl.pending_steps import PendingStep, PendingSteps
 from tracegrad_trainer.utils.distributed import (
+    check_same_settings,
     check_shared_folder,
     is_rank_zero,
     run_on_rank_zero,
@@ -65,6 +67,15 @@ NextAction = Literal["train", "commit", "save", "idle", "stop"]
 HELD_POLL_S = 0.2
 
 _STORE_POLL_S = 1.0
+
+
+def _of_every_rank(settings: TrainerSettings) -> Json:
+    """What each computes with. The rest is rank 0's alone, or is another on another host (paths,
+    GPUs, threads)."""
+    tables = {"seed", "batches", "objective", "optim", "fsdp", "checkpoint"}
+    found = settings.model_dump(mode="json", include=tables)
+    found["fsdp"].pop("threads")
+    return found
 
 
 class TrainLoop:
@@ -94,6 +105,7 @@ class TrainLoop:
         mesh = init_process_group(settings.fsdp)
         stack.callback(destroy_process_group)
         check_shared_folder(settings.state_dir, "state_dir")  # each writes its part of checkpoints
+        check_same_settings(_of_every_rank(settings))
         seed_all(settings.seed + dist.get_rank())
         self.coordinator: Coordinator | None = None
         self.store: Store | None = None

@@ -7,10 +7,12 @@ rank, and all of them go on or all of them stop.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -124,3 +126,39 @@ def check_shared_folder(folder: Path, field: str) -> None:
             f"{field}: {folder} is not one folder for all ranks: what rank 0 writes there is not"
             f" seen by {', '.join(blind)}; mount one shared folder under this path on every host"
         )
+
+
+def check_same_settings(settings: Mapping[str, object]) -> None:
+    """That every rank has the values, JSON's, of rank 0, whatever file and environment it read
+    them from. A collective.
+
+    Raises:
+        ValueError: some have not; on every rank, and no value is named.
+    """
+    ranks: list[Any] = [None] * dist.get_world_size()
+    digests = {name: _digest(value) for name, value in _fields(settings)}
+    dist.all_gather_object(ranks, (socket.gethostname(), digests))
+    _, wanted = ranks[0]
+    differs = [
+        f"{name} of rank {rank} ({host})"
+        for rank, (host, found) in enumerate(ranks)
+        for name in sorted(wanted.keys() | found.keys())
+        if wanted.get(name) != found.get(name)
+    ]
+    if differs:
+        raise ValueError(
+            f"not the same settings on all ranks: {', '.join(differs)} is not rank 0's; compare the"
+            " hosts' settings files and their TRACEGRAD_ variables"
+        )
+
+
+def _fields(table: Mapping[str, object], of: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _fields(value, f"{of}{name}.")
+        else:
+            yield f"{of}{name}", value
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
