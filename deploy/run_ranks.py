@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from types import FrameType
@@ -55,6 +56,11 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, launcher.stop)
     code = launcher.process.wait()
+    if code == 0 and launcher.has_rank_zero and not launcher.asked:
+        print("the run is over; waiting to be stopped", file=sys.stderr, flush=True)
+        # Whoever starts a container again that ended would begin it once more, without end.
+        while not launcher.asked:
+            time.sleep(0.5)
     return 128 - code if code < 0 else code
 
 

@@ -112,3 +112,18 @@ def test_another_hosts_rank_zero_is_not_looked_for_here(tmp_path: Path, number: 
         assert state is not None
         os.kill(state["pid"], signal.SIGTERM)  # as rank 0's host does
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(("option", "stays"), [("--node-rank=0", True), ("--node-rank=1", False)])
+def test_a_run_that_is_over_waits_to_be_stopped(tmp_path: Path, option: str, stays: bool) -> None:
+    """Where rank 0 was; a launcher beside it ends, as that one may have been asked to."""
+    with launched(tmp_path, option) as process:
+        state = read_state(tmp_path / "state", "ranks")
+        assert state is not None
+        os.kill(state["pid"], signal.SIGTERM)  # it ends with 0, the launcher was not asked
+        eventually((tmp_path / "finished").exists)
+        if stays:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(2)
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
