@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from tracegrad.urls import unix_socket
 
 TransferBackend = Literal["gloo", "nccl"]
 LOOPBACK = "127.0.0.1"
+LOOK_EVERY_S = 0.002
 _environment_lock = Lock()
 # For a worker to reach the store; meanwhile its engine does nothing else.
 _STORE_TIMEOUT = timedelta(seconds=60)
@@ -74,6 +76,7 @@ class TransferGroup:
         self.device = device
         self.name = address.name
         self._backend = address.backend
+        self._timeout_s = address.timeout_s
         self._group: Any = None
         self._others = range(1, address.size)
         host = _own_address(address.host, address.port) if rank else address.host
@@ -89,15 +92,26 @@ class TransferGroup:
             del self.store, store
             raise TransferError(_one_line(error)) from error
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Rank 0's, in place, to all. Raises TransferError."""
+    def broadcast(self, tensor: Tensor, look: Callable[[], None] | None = None) -> None:
+        """Rank 0's, in place, to all. `look` is called while it waits, and may raise: NCCL does not
+        notice that a peer has ended. Raises TransferError."""
         if self._group is None:
             raise TransferError("the group is closed")
         options = dist.BroadcastOptions()
         options.rootRank = 0
+        ends = time.monotonic() + self._timeout_s
         try:
             with on_device(self.device):
-                self._group.broadcast([tensor], options).wait()
+                work = self._group.broadcast([tensor], options)
+                try:
+                    while look is not None and not work.is_completed() and time.monotonic() < ends:
+                        look()
+                        time.sleep(LOOK_EVERY_S)
+                    work.wait()
+                finally:
+                    del work  # an error's frames would hold the connections that others wait on
+        except TransferError:
+            raise
         except RuntimeError as error:
             raise TransferError(_one_line(error)) from error
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from threading import Thread
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +29,7 @@ from tracegrad_trainer.inference.control_routes import (
     VllmControl,
 )
 from tracegrad_trainer.inference.transfer_group import (
+    LOOK_EVERY_S,
     GroupAddress,
     TransferBackend,
     TransferError,
@@ -38,7 +40,7 @@ from tracegrad_trainer.inference.transfer_group import (
 )
 from tracegrad_trainer.inference.weight_buckets import BucketReader
 
-_LOOK_EVERY_S = 0.002
+T = TypeVar("T")
 _LAST_WORDS_S = 10.0  # for the engine to say why a broadcast failed
 
 
@@ -73,7 +75,7 @@ class BroadcastControl(VllmControl):
             address = GroupAddress(host, port, size, self._backend, self._timeout_s)
             with self._asking(lambda: self.join_group(asdict(address))) as answer:
                 _wait(lambda: self._all_joined(size), answer)
-                self._group = TransferGroup(self._store, 0, address, self._device)
+                self._group = self._met(address, answer)
         except EngineLostError:
             raise
         except (OSError, RuntimeError) as error:  # torch's, TransferError and PushError
@@ -105,9 +107,25 @@ class BroadcastControl(VllmControl):
                 with self._asking(lambda: self._update(update)) as answer:
                     _wait(lambda: group.all_announced(step), answer)
                     for flat in files.read(pinned=self._device.type == "cuda"):
-                        group.broadcast(flat.to(self._device))
+                        group.broadcast(flat.to(self._device), lambda: _check(answer))
         except (OSError, ValueError, SafetensorError, TransferError) as error:
             raise PushError(f"the broadcast to vLLM at {self._url} failed: {error}") from error
+
+    def _met(self, address: GroupAddress, answer: Future[None]) -> TransferGroup:
+        """NCCL connects with a first broadcast, and waits without end for a worker that has ended
+        since it joined: in a thread that keeps nobody from going on."""
+        met = _in_background(lambda: self._meet(address))
+        ends = time.monotonic() + address.timeout_s
+        while not met.done():
+            _check(answer)
+            if time.monotonic() > ends:
+                raise TransferError(f"its workers do not meet in {address.timeout_s:g} s")
+            time.sleep(LOOK_EVERY_S)
+        return met.result()
+
+    def _meet(self, address: GroupAddress) -> TransferGroup:
+        assert self._store is not None
+        return TransferGroup(self._store, 0, address, self._device)
 
     @contextmanager
     def _asking(self, ask: Callable[[], None]) -> Iterator[Future[None]]:
@@ -134,15 +152,14 @@ class BroadcastControl(VllmControl):
         self._group = self._store = None
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
+def _in_background(work: Callable[[], T]) -> Future[T]:
     """In a thread that keeps nobody waiting: an engine whose process has ended during a call may
     never answer it (seen with vLLM 0.32)."""
-    future: Future[None] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            work()
-            future.set_result(None)
+            future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
@@ -157,4 +174,11 @@ def _wait(here: Callable[[], bool], answer: Future[None]) -> None:
             answer.result()
             if not here():
                 raise TransferError("its workers do not take part; is it vLLM with our plugin?")
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
+
+
+def _check(answer: Future[None]) -> None:
+    """Raises TransferError: the engine has refused what it was asked, so that its workers wait no
+    longer. One that has done it may answer a moment before we see that it has."""
+    if answer.done() and answer.exception() is not None:
+        raise TransferError(f"its workers have ended it: {answer.exception()}")

@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from threading import Event, Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed import TCPStore
 
 from support.trainer.broadcast_engine import BroadcastEngine
-from support.trainer.sleeping_engine import MODEL_FOLDER
+from support.trainer.sleeping_engine import MODEL_FOLDER, Refused
 from tracegrad_trainer.inference import transfer_group, weight_broadcast, weight_buckets
 from tracegrad_trainer.inference.control_routes import (
     EngineLostError,
@@ -306,6 +308,59 @@ def test_an_engine_that_ended_in_the_middle_and_never_answers_is_not_waited_for(
             pusher.push(2, weights(2))
         assert not over.is_set()
         over.set()
+
+
+class Deaf:
+    """In place of rank 0's end over NCCL, which waits for peers that have ended: from broadcast
+    number `since` on."""
+
+    def __init__(self, since: int) -> None:
+        self.left = since
+        self.over = Event()
+
+    def broadcast(self, tensors: list[torch.Tensor], options: object) -> Any:
+        self.left -= 1
+        done = self.left >= 0
+        return SimpleNamespace(is_completed=lambda: done, wait=lambda: done or self.wait())
+
+    def wait(self) -> None:
+        self.over.wait(60)
+        raise RuntimeError("waited in vain")
+
+
+@pytest.mark.parametrize("since", [0, 1, 2])
+def test_a_peer_that_has_ended_is_noticed_by_what_the_engine_says(
+    since: int, engine: BroadcastEngine, pusher: WeightPusher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the group is made, and in a broadcast, the first one or a later one."""
+    deaf = Deaf(since)
+    stores: list[Any] = []
+
+    def make(store: Any, *others: Any) -> Deaf:
+        stores.append(store)
+        return deaf
+
+    def join(query: dict[str, str], body: dict[str, Any]) -> None:
+        address = body["init_info"]
+        store = TCPStore(address["host"], address["port"], is_master=False)
+        for rank in (1, 2):
+            store.set(f"join/{rank}", "here")
+        if deaf.left <= 0:
+            raise Refused("a worker has died")
+
+    def update(query: dict[str, str], body: dict[str, Any]) -> None:
+        for rank in (1, 2):
+            stores[-1].set(f"{body['update_info']['step']}/{rank}", "here")
+        raise Refused("a worker has died")
+
+    monkeypatch.setattr(transfer_group, "_process_group", make)
+    monkeypatch.setattr(engine, "init_weight_transfer_engine", join)
+    monkeypatch.setattr(engine, "update_weights", update)
+    began = time.monotonic()
+    with pytest.raises(PushError, match="a worker has died"):
+        pusher.push(1, weights(1))
+    assert time.monotonic() - began < 60
+    deaf.over.set()
 
 
 def gone(self: BroadcastControl) -> int:
