@@ -98,6 +98,20 @@ def describe_machine(text: str) -> Machine:
     return Machine(tuple(Gpu(i, "described", total, total) for i in range(count)), memory)
 
 
+def allocator_environment(inherited: dict[str, str] | None = None) -> dict[str, str]:
+    """Variables of ranks whose GPU memory other processes open (`push.transport = "ipc"`), as far
+    as `inherited`, our environment, has them otherwise: segments that may grow are handed over by
+    file descriptors, which the system may refuse between processes of the same user."""
+    environment = dict(os.environ) if inherited is None else inherited
+    found = {}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        options = environment.get(name, "").split(",")
+        kept = [one for one in options if one.partition(":")[0].strip() != "expandable_segments"]
+        if len(kept) < len(options):
+            found[name] = ",".join(kept)
+    return found
+
+
 def device_environment(
     gpus: Sequence[int], inherited: dict[str, str] | None = None
 ) -> dict[str, str]:

@@ -14,7 +14,7 @@ from tracegrad.log_format import LOG_FORMAT_VARIABLE, LogFormat, write_json_log
 from tracegrad.urls import STORE_VARIABLE
 from tracegrad_trainer.config.push_transport import visible_gpus
 from tracegrad_trainer.config.trainer import TrainerSettings
-from tracegrad_trainer.launch.machine import device_environment
+from tracegrad_trainer.launch.machine import allocator_environment, device_environment
 from tracegrad_trainer.utils.subprocesses import (
     ENGINE_KEY_VARIABLE,
     ChildError,
@@ -68,6 +68,8 @@ class RankProcesses(ChildProcess):
         # Behind vLLM in the scheduler: agents wait for it.
         log, env = settings.logs / "ranks.log", secret_variables(settings)
         env[LOG_FORMAT_VARIABLE] = settings.log_format
+        if settings.push.transport == "ipc":
+            env |= allocator_environment()
         if (gpus := visible_gpus(settings)) is not None:
             env |= device_environment(gpus)
         super().__init__("ranks", command, log=log, env=env, nice=5)

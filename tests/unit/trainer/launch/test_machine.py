@@ -22,6 +22,7 @@ from tracegrad_trainer.launch.machine import (
     GIB,
     Gpu,
     Machine,
+    allocator_environment,
     describe_machine,
     device_environment,
 )
@@ -211,3 +212,13 @@ def test_a_machine_without_gpus_is_planned_too(settings: TrainerSettings) -> Non
     assert code == 0, text
     assert "placement: vLLM on the CPU, 1 rank on the CPU" in text
     assert "served weights" in text
+
+
+def test_ranks_whose_memory_vllm_opens_have_no_segments_that_grow() -> None:
+    """Other options of the user's stay."""
+    name, others = "PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,garbage_collection_threshold:.8"
+    assert allocator_environment({name: f"expandable_segments:True,{others}"}) == {name: others}
+    assert allocator_environment({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}) == {
+        "PYTORCH_ALLOC_CONF": ""
+    }
+    assert allocator_environment({name: others}) == {}
