@@ -88,6 +88,9 @@ def test_a_plan_reaches_vllm_the_ranks_and_the_file(settings: TrainerSettings) -
 
 @pytest.mark.parametrize("gpus", ["1x24GiB", "2x24GiB", "3x80GiB", "8x80GiB"])
 def test_stored_settings_are_read_and_planned_again(settings: TrainerSettings, gpus: str) -> None:
+    # What is stored is resolved here, where there is no GPU.
+    on_gpus = settings.fsdp.model_copy(update={"compute_dtype": "bfloat16"})
+    settings = settings.with_changes(fsdp=on_gpus)
     placed = with_placement(settings, plan_serve(settings, describe_machine(gpus)))
     read = TrainerSettings.model_validate(placed.stored())
     assert (read.gpus, read.vllm, read.ranks) == (placed.gpus, placed.vllm, placed.ranks)
