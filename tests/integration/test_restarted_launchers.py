@@ -18,7 +18,7 @@ from support.proxy.servers import eventually
 from support.system.module_environment import environment
 from tracegrad_trainer.utils.network import find_free_port
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PROGRAM = ROOT / "tests" / "support" / "trainer" / "meeting_ranks.py"
 
@@ -82,7 +82,7 @@ class Cluster:
             return False
 
         try:
-            eventually(look, 120)
+            eventually(look, 300)
         except AssertionError as error:
             log = (self.folder / "log").read_text()[-4000:]
             raise AssertionError(f"{self.noted('begun')} {self.noted('met')}\n{log}") from error
