@@ -134,7 +134,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "tracegrad_trainer.engine": (
         "config",
-        "distributed random_state peak_flops",
+        "rendezvous random_state peak_flops",
+        "distributed",
         "attention",
         "context_parallel",
         "model",

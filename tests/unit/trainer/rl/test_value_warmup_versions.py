@@ -54,7 +54,8 @@ def test_what_did_not_change_is_not_pushed() -> None:
     worker.training = Training()  # type: ignore[assignment]
     worker.control = None
     worker.publisher = SimpleNamespace(engine_stopped=nullcontext)  # type: ignore[assignment]
-    worker._check_endpoints = lambda: True  # type: ignore[method-assign]
+    worker._await_endpoints = lambda: None  # type: ignore[method-assign]
+    worker._check_endpoints = lambda: None  # type: ignore[method-assign]
     worker._publish = lambda: pushes.append(worker.training.policy_moved)  # type: ignore[method-assign]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("tracegrad_trainer.rl.serve_worker.run_on_rank_zero", lambda work: work())
