@@ -156,12 +156,12 @@ def test_defaults_of_the_engine_do_not_bend_what_is_trained(
     if path == "completions":
         asked |= {"prompt": prompt}
         own = httpx.post(f"{engine}/v1/{path}", json={**asked, "logprobs": 0}, timeout=60).json()
-        told = own["choices"][0]["logprobs"]["token_logprobs"]
+        logprobs = own["choices"][0]["logprobs"]["token_logprobs"]
     else:
         asked |= {"messages": [{"role": "user", "content": prompt}]}
         own = httpx.post(f"{engine}/v1/{path}", json={**asked, "logprobs": True}, timeout=60).json()
-        told = [token["logprob"] for token in own["choices"][0]["logprobs"]["content"]]
-    assert told == [0.0] * len(told), "the engine left it one token each"
+        logprobs = [token["logprob"] for token in own["choices"][0]["logprobs"]["content"]]
+    assert logprobs == [0.0] * len(logprobs), "the engine left it one token each"
     rollout = f"defaults-{path.replace('/', '-')}"
     url = f"{proxy}/rollouts/{rollout}/v1/{path}"
     httpx.post(url, json=asked, timeout=60).raise_for_status()

@@ -1,6 +1,6 @@
 """How the tokens of a call were sampled, and whether tokens sampled so may be trained.
 
-Fields and defaults are those of vLLM's chat completions; an engine that has others is told these
+Fields and defaults are those of vLLM's chat completions; an engine that has others is sent these
 (`set_neutral`).
 """
 
@@ -46,7 +46,7 @@ _CONSTRAINTS = (
 )
 
 
-# What an engine is told where the request says nothing: its own defaults may be a checkpoint's, or
+# What an engine is sent where the request says nothing: its own defaults may be a checkpoint's, or
 # those that it was started with, and where watermarks are configured they are on.
 _NEUTRAL: Json = {**DEFAULTS, "watermarking": False}
 

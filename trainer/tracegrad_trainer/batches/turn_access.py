@@ -50,7 +50,7 @@ def temperature_of(turn: Turn) -> float:
 
 def is_cut_short(turn: Turn) -> bool:
     """Whether its limit ended the reply. vLLM says "tool_calls" of one that was cut inside a call
-    or behind it, where it does not stream: that is told by its length."""
+    or behind it, where it does not stream: its length shows that."""
     if turn.finish_reason != "tool_calls":
         return turn.finish_reason == "length"
     limit = turn.sampling.get("max_completion_tokens") or turn.sampling.get("max_tokens")

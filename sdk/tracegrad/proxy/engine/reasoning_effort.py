@@ -16,7 +16,7 @@ _DIALECTS = ("messages", "gemini")
 
 
 class ReasoningEfforts:
-    """What the engine's refusals have told of the efforts that it knows."""
+    """What the engine's refusals show of the efforts that it knows."""
 
     def __init__(self) -> None:
         self._few = False

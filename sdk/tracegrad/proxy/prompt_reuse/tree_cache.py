@@ -250,7 +250,7 @@ class TurnTreeCache:
     def _chosen(self, equal: list[CachedTurn], said: HashedConversation) -> CachedTurn | None:
         """Of several, one that `said` holds with all the replies before it, whose reasoning the
         keys leave out. None where it holds none, and they are of more than one rollout: which one
-        it continues cannot be told."""
+        it continues is not known."""
         equal.reverse()
         equal.sort(key=lambda turn: turn.turn.turn_id in self._continued)
         if len(equal) > 1:

@@ -58,8 +58,8 @@ def test_the_engines_own_defaults_are_not_used(
         for said in ({}, {"top_p": None, "min_p": 0.1}, {"watermarking": True, "top_k": 40}):
             body = {"model": MODEL, **asked, **said}
             http.post(f"/rollouts/r1/v1/{path}", json=body).raise_for_status()
-            told = {name: value for name, value in said.items() if value is not None}
-            assert said_of_sampling(engine.requests[-1]) == NEUTRAL | told
+            given = {name: value for name, value in said.items() if value is not None}
+            assert said_of_sampling(engine.requests[-1]) == NEUTRAL | given
     plain, *bent = turns("r1")
     assert plain.untrainable is None
     assert plain.sampling == DEFAULTS

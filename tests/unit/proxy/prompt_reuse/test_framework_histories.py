@@ -247,16 +247,16 @@ async def test_replies_of_any_text_that_are_cut_short_are_one_path(family: str) 
     assert agent.is_one_path
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("configured", [True, False])
 async def test_an_engine_with_template_arguments_of_its_own_is_continued_with_these(
-    told: bool,
+    configured: bool,
 ) -> None:
     engines = {"enable_thinking": False}
     agent = Agent("Qwen3.5", as_rendered=False)
     agent.reuse = PromptReuse(
         NothingStored(),
         limit_bytes=10**7,
-        text=KnownRenderer(agent.text, engines if told else None),
+        text=KnownRenderer(agent.text, engines if configured else None),
     )
     function = {"name": "look", "arguments": "{}"}
     reply = assistant(None, {"id": "call_a1b2c3", "type": "function", "function": function})
@@ -279,7 +279,7 @@ async def test_an_engine_with_template_arguments_of_its_own_is_continued_with_th
     agent.reuse.add(cached_turn(turn, plan.conversation))
     result = {"role": "tool", "tool_call_id": "call_a1b2c3", "content": "7"}
     plan = await agent.reuse.plan("r", agent.call([user("go"), reply, result]))
-    if told:
+    if configured:
         assert plan.prompt_ids is not None
         prompt = agent.text.tokenizer.decode(plan.prompt_ids)
         assert prompt.endswith("<think>\n\n</think>\n\n")

@@ -27,7 +27,7 @@ from tracegrad_trainer.engine.attention.visibility import TokenVisibility
 
 # The flash kernels' widest head; they also want a multiple of 8.
 _WIDEST_HEAD = 256
-# torch 2.11 hands fewer heads of keys than of queries to the kernel without being told.
+# torch 2.11 hands fewer heads of keys than of queries to the kernel by itself.
 _ASKS_FOR_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
